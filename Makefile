@@ -1,0 +1,43 @@
+# Every target sets up what it needs (see scripts/setup) and is quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-long test-peers check bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: setup ## The main job: simulate every protocol and show that broken ones are caught
+	$(BIN)/holdfast sim --all --seeds 1000
+
+test: check setup-servers ## What CI runs: checks and all quick tests
+	$(BIN)/python -m pytest -q -m "not long"
+	$(BIN)/holdfast sim --all --seeds 300 --fresh
+
+test-long: check setup-servers ## The full numbers: matrices, storms, thousands of seeds
+	$(BIN)/python -m pytest -q --timeout 1800
+	$(BIN)/holdfast sim --all --seeds 10000 --fresh
+
+test-peers: setup ## Other people's packages, in environments of their own
+	@echo "no part that is built so far has peers to be tested with"
+
+check: setup ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
+	$(BIN)/python -m benchmarks.ledger
+
+clean: ## Remove the virtual environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: setup setup-servers
+setup:
+	@PYTHON=$(PYTHON) scripts/setup packages
+
+setup-servers: setup
+	@PYTHON=$(PYTHON) scripts/setup servers

@@ -1,0 +1,254 @@
+"""The commands `holdfast chaos proxy` and `holdfast chaos kill`.
+
+Thin: options in, `proxy` and `processes` do the work, lines out. Both commands end in
+good order on Ctrl-C, SIGTERM and SIGHUP, so that connections are closed, statistics are
+printed and nobody is left stopped.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections.abc import Coroutine
+from typing import Any, cast, get_args
+
+import click
+
+from holdfast.chaos import processes
+from holdfast.chaos.proxy import CutMode, Proxy
+from holdfast.chaos.stream import Directions
+from holdfast.errors import Gone, Mistake
+
+__all__ = ["chaos"]
+
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _duration(text: str | float) -> float:
+    """Seconds from a time such as 500ms, 10s, 2m; a bare number is seconds."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(ms|s|m|h|)", str(text).strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a time such as 500ms, 10s or 2m")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _address(text: str | tuple[str, int]) -> tuple[str, int]:
+    """HOST:PORT, with [brackets] around an IPv6 address."""
+    if isinstance(text, tuple):
+        return text
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise click.BadParameter(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+@click.group()
+def chaos() -> None:
+    """Break real connections and real processes, by seed."""
+
+
+@chaos.command()
+@click.option(
+    "--listen", type=_address, metavar="HOST:PORT", default="127.0.0.1:0", show_default=True
+)
+@click.option("--to", type=_address, metavar="HOST:PORT", required=True, help="The real server.")
+@click.option(
+    "--delay", type=_duration, metavar="TIME", default="0s", help="Hold every chunk back."
+)
+@click.option(
+    "--jitter", type=_duration, metavar="TIME", default="0s", help="Vary the delay by up to this."
+)
+@click.option(
+    "--drop",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    metavar="P",
+    help="Reset a connection with this probability, at a random byte.",
+)
+@click.option(
+    "--corrupt",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    metavar="P",
+    help="Flip one bit of a byte with this probability.",
+)
+@click.option(
+    "--corrupt-every",
+    type=click.IntRange(1),
+    metavar="BYTES",
+    help="Flip one bit in every so many bytes.",
+)
+@click.option(
+    "--throttle",
+    type=click.FloatRange(0, min_open=True),
+    metavar="BYTES",
+    help="Pass at most so many bytes per second and connection.",
+)
+@click.option(
+    "--truncate",
+    type=click.IntRange(0),
+    metavar="BYTES",
+    help="End every stream in good order after so many bytes.",
+)
+@click.option(
+    "--direction",
+    type=click.Choice(get_args(Directions)),
+    default="both",
+    help="Where bytes are delayed, corrupted, throttled, truncated, dropped.",
+)
+@click.option("--cut-every", type=_duration, metavar="TIME", help="Cut the line this often ...")
+@click.option(
+    "--cut-for", type=_duration, metavar="TIME", default="2s", help="... for this long (2s)."
+)
+@click.option(
+    "--cut-mode",
+    type=click.Choice(get_args(CutMode)),
+    default="refuse",
+    help="Whether new connections are refused or never answered.",
+)
+@click.option("--for", "for_s", type=_duration, metavar="TIME", help="End after this time.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def proxy(
+    listen: tuple[str, int],
+    to: tuple[str, int],
+    cut_every: float | None,
+    cut_for: float,
+    cut_mode: CutMode,
+    for_s: float | None,
+    seed: int,
+    **faults: Any,
+) -> None:
+    """Stand between a client and a server, and break the line.
+
+    Prints the address to connect to, and at the end what it has done. Ctrl-C ends it.
+
+    \b
+    Examples:
+      holdfast chaos proxy --to 127.0.0.1:2379 --delay 100ms --jitter 50ms
+      holdfast chaos proxy --to 127.0.0.1:6379 --corrupt 0.001 --direction to_client
+      holdfast chaos proxy --to 127.0.0.1:2379 --cut-every 10s --cut-for 2s --for 1m
+    """
+    line = Proxy(*to, listen_host=listen[0], listen_port=listen[1], seed=seed)
+    if faults["corrupt"] and faults["corrupt_every"]:
+        raise click.UsageError("give --corrupt or --corrupt-every, not both")
+
+    async def run() -> None:
+        async with line:
+            host, port = line.address
+            click.echo(f"listening on {host}:{port}, forwarding to {to[0]}:{to[1]}, seed {seed}")
+            _break(line, **faults)
+            while cut_every is not None:
+                await asyncio.sleep(cut_every)
+                line.cut(cut_mode)
+                await asyncio.sleep(cut_for)
+                line.heal()
+                _break(line, **faults)
+            await asyncio.Event().wait()
+
+    _run_until_told(run(), for_s)
+    for name, count in line.stats.as_dict().items():
+        click.echo(f"{name:<18} {count}")
+
+
+def _break(
+    line: Proxy,
+    *,
+    delay: float,
+    jitter: float,
+    drop: float,
+    corrupt: float,
+    corrupt_every: int | None,
+    throttle: float | None,
+    truncate: int | None,
+    direction: Directions,
+) -> None:
+    """Switch on what was asked for."""
+    line.delay(delay, jitter, direction=direction)
+    line.corrupt(corrupt, every_bytes=corrupt_every or 0, direction=direction)
+    if drop:
+        line.drop(drop, direction=direction)
+    if throttle is not None:
+        line.throttle(throttle, direction=direction)
+    if truncate is not None:
+        line.truncate(truncate, direction=direction)
+
+
+@chaos.command()
+@click.argument("pids", nargs=-1, required=True, type=click.IntRange(2), metavar="PID...")
+@click.option("--kinds", default="kill,pause", show_default=True, help="What may be done.")
+@click.option(
+    "--every", type=_duration, metavar="TIME", default="5s", help="About this often (5s)."
+)
+@click.option(
+    "--for", "for_s", type=_duration, metavar="TIME", default="60s", help="For this long (60s)."
+)
+@click.option(
+    "--pause", type=_duration, metavar="TIME", default="3s", help="The longest pause (3s)."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the plan, and do nothing.")
+def kill(
+    pids: tuple[int, ...],
+    kinds: str,
+    every: float,
+    for_s: float,
+    pause: float,
+    seed: int,
+    dry_run: bool,
+) -> None:
+    """Kill and pause processes at moments chosen by seed.
+
+    Only the processes named, and only while they are the same processes. A paused one is
+    always continued, also on Ctrl-C. The first process, this one and its ancestors are
+    refused.
+
+    \b
+    Examples:
+      holdfast chaos kill 4242 4243 --seed 7
+      holdfast chaos kill 4242 --kinds pause --every 2s --for 30s
+      holdfast chaos kill 4242 4243 --seed 7 --dry-run
+    """
+    wanted = cast(list[processes.Kind], [one.strip() for one in kinds.split(",") if one.strip()])
+    actions = processes.plan(
+        seed,
+        [str(pid) for pid in pids],
+        for_s,
+        wanted,
+        every_s=every,
+        pause_s=(min(0.5, pause), pause),
+    )
+    if dry_run:
+        for action in actions:
+            click.echo(str(processes.Outcome(action, "done", None, action.at_s)))
+        return
+    targets = {str(pid): _identify(pid) for pid in pids}
+    _run_until_told(
+        processes.carry_out(actions, targets, lambda outcome: click.echo(str(outcome))), None
+    )
+
+
+def _identify(pid: int) -> processes.Identity:
+    try:
+        return processes.identify(pid)
+    except Gone as error:
+        raise Mistake(f"{error}: name running processes") from None
+
+
+def _run_until_told(work: Coroutine[Any, Any, object], limit_s: float | None) -> None:
+    """Run until the work is done, the time is up, or a signal asks for the end."""
+
+    async def main() -> None:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in _END_SIGNALS:
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(limit_s):
+                    await task
+        finally:
+            for number in _END_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    asyncio.run(main())

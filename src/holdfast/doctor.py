@@ -1,0 +1,381 @@
+"""`holdfast doctor`: what would go wrong on this machine, before it does.
+
+Every check is a function of its readings to a `Check`, so that any machine can be made
+up in a test; `examine` takes the readings of this one. Invariants: nothing is changed (a
+ledger file that is not there is not made), nothing takes longer than a bound, and every
+warning and failure says what to do.
+"""
+
+import asyncio
+import ctypes
+import dataclasses
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+from urllib.parse import unquote
+
+import click
+
+from holdfast.errors import HoldfastError, MissingPackage, Mistake
+from holdfast.machine import (
+    UNKNOWN_FILE_SYSTEM,
+    boot_id,
+    file_system_of,
+    is_network_file_system,
+)
+from holdfast.timeouts import Timeouts
+
+__all__ = ["EXTRAS", "SERVERS", "Check", "doctor", "examine", "render"]
+
+T = TypeVar("T")
+Status = Literal["ok", "warn", "fail"]
+_GIB = 1 << 30
+_MIB = 1 << 20
+_PYTHON_MIN = (3, 11)
+_CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
+_TIMEX_BYTES = 512  # more than struct timex has on any platform
+_SHM = Path("/dev/shm")  # noqa: S108 -- not a temporary file: the file system itself
+
+# Extra -> the modules that it brings.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "etcd": ("aiohttp",),
+    "redis": ("redis",),
+    "mooncake": ("mooncake",),
+    "train": ("torch", "safetensors", "transformers"),
+    "views": ("rich",),
+}
+SERVERS: tuple[str, ...] = ("etcd", "redis-server")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `advice` says what to do; only a healthy finding has none."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+# ---- checks: readings in, finding out --------------------------------------------
+
+
+def check_python(version: Sequence[int]) -> Check:
+    """The interpreter is new enough."""
+    text = ".".join(map(str, version[:3]))
+    if tuple(version[:2]) >= _PYTHON_MIN:
+        return Check("python", "ok", text)
+    wanted = ".".join(map(str, _PYTHON_MIN))
+    return Check("python", "fail", text, f"install Python {wanted} or newer")
+
+
+def check_disk(path: Path, free_bytes: int | None) -> Check:
+    """The disk has room for weights and logs; None means that the path is not there."""
+    if free_bytes is None:
+        return Check("disk", "fail", f"{path} is not there", "make the folder, or name another")
+    detail = f"{_size(free_bytes)} free at {path}"
+    if free_bytes < _GIB:
+        return Check("disk", "fail", detail, "free at least 1 GiB, or choose another --path")
+    if free_bytes < 10 * _GIB:
+        return Check(
+            "disk", "warn", detail, "weights need room: free 10 GiB, or choose another --path"
+        )
+    return Check("disk", "ok", detail)
+
+
+def check_shared_memory(total_bytes: int, free_bytes: int) -> Check:
+    """Shared memory can carry samples between processes; a total of 0 means there is none."""
+    if not total_bytes:
+        return Check("shm", "fail", f"{_SHM} is missing", f"mount a tmpfs at {_SHM}")
+    detail = f"{_size(free_bytes)} free of {_size(total_bytes)} at {_SHM}"
+    if free_bytes < 64 * _MIB:
+        return Check(
+            "shm", "fail", detail, "run `holdfast clean`; in a container, raise --shm-size"
+        )
+    if free_bytes < _GIB:
+        return Check(
+            "shm", "warn", detail, "remount it with size=4g; in a container, --shm-size=4g"
+        )
+    return Check("shm", "ok", detail)
+
+
+def check_file_system(path: Path, fstype: str, mount_point: str, *, sqlite: bool) -> Check:
+    """Locks hold on the file system of `path`; `sqlite` says whether a ledger lies there."""
+    name = "file system"
+    detail = f"{path} is on {fstype}, mounted at {mount_point}"
+    if is_network_file_system(fstype):
+        if sqlite:
+            advice = "put the sqlite ledger on a local disk, or use etcd://host:port"
+            return Check(name, "fail", detail, advice)
+        return Check(
+            name, "warn", detail, "weights may lie here, but never a sqlite ledger: use etcd"
+        )
+    if fstype == UNKNOWN_FILE_SYSTEM or fstype.startswith("fuse"):
+        advice = "make sure that it is local and keeps locks before you put a ledger there"
+        return Check(name, "warn", detail, advice)
+    return Check(name, "ok", detail)
+
+
+def check_clock(boottime_s: float | None, synchronised: bool | None, boot: str | None) -> Check:
+    """Leases can be timed; None means that the machine does not tell."""
+    if boottime_s is None:
+        return Check("clock", "fail", "CLOCK_BOOTTIME is not there", "use Linux 2.6.39 or newer")
+    if boot is None:
+        return Check("clock", "fail", "the boot id cannot be read", "mount /proc")
+    detail = f"boot {boot[:8]}, up {boottime_s / 3600:.1f} h"
+    if synchronised is False:
+        advice = "run chrony or systemd-timesyncd: times in logs of several hosts will not match"
+        return Check("clock", "warn", f"{detail}, not synchronised", advice)
+    if synchronised is None:
+        return Check("clock", "ok", f"{detail}, synchronisation unknown")
+    return Check("clock", "ok", f"{detail}, synchronised")
+
+
+def check_open_files(soft: int, hard: int) -> Check:
+    """Enough descriptors may be open; a negative limit is none."""
+    detail = f"{_limit(soft)} (at most {_limit(hard)})"
+    advice = "raise it: ulimit -n 65536, or LimitNOFILE=65536 in the service"
+    if 0 <= soft < 256:
+        return Check("open files", "fail", detail, advice)
+    if 0 <= soft < 4096:
+        return Check("open files", "warn", detail, advice)
+    return Check("open files", "ok", detail)
+
+
+def check_loopback(port: int | None, error: str = "") -> Check:
+    """A server can be started on the loopback address."""
+    if port is None:
+        advice = "bring the interface up: ip link set lo up"
+        return Check("loopback", "fail", f"no port can be bound on 127.0.0.1: {error}", advice)
+    return Check("loopback", "ok", f"port {port} could be bound on 127.0.0.1")
+
+
+def check_extra(extra: str, missing: Sequence[str]) -> Check:
+    """The optional packages of an extra are installed."""
+    name = f"extra {extra}"
+    if missing:
+        detail = f"{', '.join(missing)} not installed"
+        return Check(name, "warn", detail, f"if you need it: pip install 'holdfast[{extra}]'")
+    return Check(name, "ok", f"{', '.join(EXTRAS.get(extra, ()))} installed")
+
+
+def check_server(program: str, found: str | None) -> Check:
+    """A server program for local use. Not having one is no fault."""
+    return Check(program, "ok", found or "not installed here; a remote one does as well")
+
+
+def check_timeouts(text: str | None, source: str) -> Check:
+    """The table [timeouts] of a TOML file is valid and in order; None: it cannot be read."""
+    advice = "see docs/TIMEOUTS.md for the names and the order that the times must keep"
+    if text is None:
+        return Check("time-outs", "fail", f"{source} cannot be read", "name a readable TOML file")
+    try:
+        section = tomllib.loads(text).get("timeouts", {})
+        if not isinstance(section, dict):
+            raise Mistake("timeouts must be a table: write [timeouts]")
+        Timeouts.parse(section).check()
+    except tomllib.TOMLDecodeError as error:
+        return Check("time-outs", "fail", f"{source}: {error}", "mend the TOML file")
+    except Mistake as error:
+        return Check("time-outs", "fail", f"{source}: {error}", advice)
+    return Check("time-outs", "ok", f"{len(section)} set in {source}, all in order")
+
+
+def check_ledger(url: str, limit_s: float) -> Check:
+    """The ledger answers one linearizable read within `limit_s`."""
+    from holdfast.ledger import without_password
+
+    shown = without_password(url)
+    path = _sqlite_path(url)
+    if path is not None and not path.exists():
+        return _check_future_file(path)
+    try:
+        round_trip_s = asyncio.run(_round_trip(url, limit_s))
+    except TimeoutError:
+        advice = "check that the server runs and that no firewall swallows the packets"
+        return Check("ledger", "fail", f"{shown}: no answer within {limit_s:g} s", advice)
+    except MissingPackage as error:
+        return Check("ledger", "fail", str(error), "install what is missing")
+    except Mistake as error:
+        return Check("ledger", "fail", str(error), "correct --ledger")
+    except HoldfastError as error:
+        return Check(
+            "ledger", "fail", f"{shown}: {error}", "start the server, or correct --ledger"
+        )
+    return Check("ledger", "ok", f"{shown} answered in {round_trip_s * 1000:.1f} ms")
+
+
+def _check_future_file(path: Path) -> Check:
+    folder = path.absolute().parent
+    if os.access(folder, os.W_OK | os.X_OK):
+        return Check("ledger", "ok", f"{path} is not there yet; whoever opens it first makes it")
+    return Check(
+        "ledger", "fail", f"{path} cannot be made", f"make {folder} and allow writing there"
+    )
+
+
+async def _round_trip(url: str, limit_s: float) -> float:
+    import holdfast.ledger
+
+    async with asyncio.timeout(limit_s), holdfast.ledger.open(url) as ledger:
+        start = time.monotonic()
+        await ledger.get("/holdfast/doctor")
+        return time.monotonic() - start
+
+
+# ---- readings of this machine ----------------------------------------------------
+
+
+def examine(
+    *, path: Path, ledger: str | None = None, config: Path | None = None
+) -> tuple[Check, ...]:
+    """Take all readings of this machine and check them."""
+    ledger_path = _sqlite_path(ledger) if ledger else None
+    checks = [
+        check_python(sys.version_info[:3]),
+        check_disk(path, _read(lambda: shutil.disk_usage(path).free)),
+        check_shared_memory(*(_read(lambda: shutil.disk_usage(_SHM)[::2]) or (0, 0))),
+        # With no ledger named, the embedded default would lie at the path.
+        check_file_system(path, *file_system_of(path), sqlite=ledger is None),
+    ]
+    if ledger_path is not None:
+        checks.append(check_file_system(ledger_path, *file_system_of(ledger_path), sqlite=True))
+    checks += [
+        check_clock(_boottime_s(), _synchronised(), _boot_id()),
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        _loopback(),
+    ]
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        checks.append(check_extra(extra, missing))
+    checks += [check_server(program, _program(program)) for program in SERVERS]
+    if config is not None:
+        text = _read(lambda: config.read_text(encoding="utf-8"))
+        checks.append(check_timeouts(text, str(config)))
+    if ledger is not None:
+        checks.append(check_ledger(ledger, Timeouts().ledger_call_s))
+    return tuple(checks)
+
+
+def _read(reading: Callable[[], T]) -> T | None:
+    try:
+        return reading()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _boottime_s() -> float | None:
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if number is None else _read(lambda: time.clock_gettime(number))
+
+
+def _boot_id() -> str | None:
+    try:
+        return boot_id()
+    except HoldfastError:
+        return None
+
+
+def _synchronised() -> bool | None:
+    """Ask the kernel's clock; asking needs no rights and changes nothing."""
+    adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
+    if adjtimex is None:
+        return None
+    state = adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    return None if state < 0 else state != _CLOCK_UNSYNCHRONISED
+
+
+def _loopback() -> Check:
+    try:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            return check_loopback(sock.getsockname()[1])
+    except OSError as error:
+        return check_loopback(None, str(error))
+
+
+def _program(name: str) -> str | None:
+    """A program on PATH, or beside the interpreter (where packages put theirs)."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def _sqlite_path(url: str) -> Path | None:
+    scheme, _, rest = url.partition(":///")
+    return Path(unquote(rest.partition("?")[0])) if scheme == "sqlite" and rest else None
+
+
+# ---- showing ---------------------------------------------------------------------
+
+
+def render(checks: Sequence[Check]) -> str:
+    """The findings as a table for a terminal, advice below what needs it."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.status:<4}  {check.name:<{width}}  {check.detail}")
+        if check.advice:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {check.advice}")
+    failed = sum(check.status == "fail" for check in checks)
+    warned = sum(check.status == "warn" for check in checks)
+    lines.append(f"{len(checks)} checks, {failed} failed, {_count(warned, 'warning')}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= _GIB:
+        return f"{size_bytes / _GIB:.1f} GiB"
+    return f"{size_bytes / _MIB:.1f} MiB"
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number < 0 else str(number)
+
+
+@click.command()
+@click.option("--ledger", metavar="URL", help="Also read from this ledger, and time it.")
+@click.option(
+    "--config",
+    metavar="FILE.toml",
+    type=click.Path(path_type=Path),
+    help="Also check the time-outs in this file.",
+)
+@click.option(
+    "--path",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Where runs will be kept; the current folder by default.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(ledger: str | None, config: Path | None, path: Path, as_json: bool) -> None:
+    """Check whether Holdfast can work on this machine.
+
+    Nothing is changed. Ends with 0 when nothing failed (warnings are allowed), else with 1.
+
+    \b
+    Examples:
+      holdfast doctor
+      holdfast doctor --path /data/runs --ledger etcd://10.0.0.1:2379
+      holdfast doctor --config run.toml --json
+    """
+    checks = examine(path=path, ledger=ledger, config=config)
+    healthy = all(check.status != "fail" for check in checks)
+    if as_json:
+        found = [dataclasses.asdict(check) for check in checks]
+        click.echo(json.dumps({"ok": healthy, "checks": found}, indent=2))
+    else:
+        click.echo(render(checks))
+    sys.exit(0 if healthy else 1)

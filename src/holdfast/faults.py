@@ -1,0 +1,335 @@
+"""Named fault points: places where a test, or chaos, can make this process fail.
+
+    AFTER_RENAME = faults.declare("weights.publish.after_rename", "renamed, no marker yet")
+    ...
+    faults.point(AFTER_RENAME)
+
+A plan arms points, in-process with `arm` or with the environment variable
+HOLDFAST_FAULTS, which is read when this module is imported:
+
+    weights.publish.after_rename:kill@3;ledger.txn:delay=0.5@1+
+
+A clause is `point:action`, then `@n` for exactly the n-th hit (the first, if not said) or
+`@n+` for every hit from the n-th on. Actions: `kill` (SIGKILL to this process), `stop`
+(SIGSTOP), `delay=SECONDS`, `raise=NAME` (a class of `holdfast.errors`, or an error of the
+system such as `OSError(ENOSPC)`).
+
+Invariants: a point costs next to nothing while nothing is armed. Hits are counted per
+process (a forked child counts from 0), for the points that the plan names. A firing is told
+before it acts: as the event `fault.fired`, and as a line in the file that
+HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows.
+"""
+
+import asyncio
+import difflib
+import errno
+import importlib
+import math
+import os
+import pkgutil
+import re
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from types import ModuleType
+from typing import ClassVar, Literal, cast, get_args
+
+import msgspec
+
+import holdfast
+from holdfast import errors, events
+from holdfast.errors import Mistake
+
+__all__ = ["Catalogue", "Clause", "Hits", "Plan", "apoint", "arm", "catalogue", "check"]
+__all__ += ["declare", "disarm", "hits", "parse", "point"]
+
+PLAN_VARIABLE = "HOLDFAST_FAULTS"
+LOG_VARIABLE = "HOLDFAST_FAULTS_LOG"
+MAX_CLAUSES = 100
+MAX_DELAY_S = 3600.0
+MAX_HIT = 10**9
+
+Action = Literal["kill", "stop", "delay", "raise"]
+_NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+_CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})(\+?))?")
+
+
+class Clause(msgspec.Struct, frozen=True):
+    """What one point does: `action` at hit `first`, or from there on if `onward`."""
+
+    point: str
+    action: Action
+    value: str = ""
+    first: int = 1
+    onward: bool = False
+
+    def __post_init__(self) -> None:
+        _check_name(self.point)
+        if self.action not in get_args(Action):
+            raise Mistake(f"{self.action!r} is not one of {', '.join(get_args(Action))}")
+        if bool(self.value) != (self.action in ("delay", "raise")):
+            raise Mistake("'delay=SECONDS' and 'raise=NAME' take a value, 'kill' and 'stop' none")
+        if not 1 <= self.first <= MAX_HIT:
+            raise Mistake(f"hits are counted from 1 to {MAX_HIT}, not {self.first}")
+        if self.action == "delay":
+            self.delay_s()
+        if self.action == "raise":
+            self.error()
+
+    def matches(self, hit: int) -> bool:
+        """Whether this hit makes it fire."""
+        return hit == self.first or (self.onward and hit > self.first)
+
+    def delay_s(self) -> float:
+        """The seconds of a `delay`."""
+        try:
+            seconds = float(self.value)
+        except ValueError:
+            seconds = math.nan
+        if not 0.0 <= seconds <= MAX_DELAY_S:
+            raise Mistake(f"a delay has 0 to {MAX_DELAY_S:g} seconds, not {self.value!r}")
+        return seconds
+
+    def error(self) -> Exception:
+        """A new error of the kind that a `raise` names."""
+        text = f"raised on purpose at the fault point {self.point}"
+        if match := re.fullmatch(r"OSError\((E[A-Z0-9]+)\)", self.value):
+            number = getattr(errno, match[1], None)
+            if isinstance(number, int):
+                return OSError(number, f"{os.strerror(number)} ({text})")
+        kind = getattr(errors, self.value, None)
+        try:
+            if isinstance(kind, type) and issubclass(kind, errors.HoldfastError):
+                return kind(text)
+        except TypeError:
+            pass  # it needs more than a message
+        raise Mistake(
+            f"{self.value!r} cannot be raised: use a class of holdfast.errors that needs only "
+            "a message, such as Unavailable, or OSError(ENOSPC)"
+        )
+
+    def __str__(self) -> str:
+        value = f"={self.value}" if self.value else ""
+        return f"{self.point}:{self.action}{value}@{self.first}{'+' if self.onward else ''}"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Some clauses. As text it is what HOLDFAST_FAULTS takes."""
+
+    clauses: tuple[Clause, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.clauses) > MAX_CLAUSES:
+            raise Mistake(f"a plan has at most {MAX_CLAUSES} clauses, not {len(self.clauses)}")
+
+    def __str__(self) -> str:
+        return ";".join(map(str, self.clauses))
+
+
+class Hits(msgspec.Struct, frozen=True):
+    """How often a point was passed, and how often it fired."""
+
+    hits: int = 0
+    fired: int = 0
+
+
+class FaultFired(events.Event, frozen=True, tag="fault.fired"):
+    """A fault point is about to act."""
+
+    labels: ClassVar[tuple[str, ...]] = ("point", "action")
+
+    point: str
+    action: str
+    hit: int
+
+
+class Catalogue(msgspec.Struct, frozen=True):
+    """Every declared point with its description; printable.
+
+    `skipped` names modules that could not be looked at, with the package they lack.
+    """
+
+    points: dict[str, str]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.points), default=0)
+        lines = [f"{name:<{width}}  {about}" for name, about in self.points.items()]
+        lines += [f"({name} not looked at: {why})" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+_declared: dict[str, str] = {}
+_armed: dict[str, tuple[Clause, ...]] | None = None
+_hits: dict[str, Hits] = {}
+_lock = threading.RLock()  # a signal handler may pass a point while we count
+
+
+def declare(name: str, about: str) -> str:
+    """Make a point known, at module level, and return its name for `point`."""
+    _check_name(name)
+    if _declared.setdefault(name, about) != about:
+        raise Mistake(f"the fault point {name} is declared twice: {_declared[name]!r}, {about!r}")
+    return name
+
+
+def point(name: str) -> None:
+    """Fail here, if the plan says so."""
+    if _armed is None:
+        return
+    for clause in _fire(name):
+        if clause.action == "delay":
+            time.sleep(clause.delay_s())
+        else:
+            _act(clause)
+
+
+async def apoint(name: str, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    """Fail here, if the plan says so; a delay is awaited and does not block the loop."""
+    if _armed is None:
+        return
+    for clause in _fire(name):
+        if clause.action == "delay":
+            await sleep(clause.delay_s())
+        else:
+            _act(clause)
+
+
+def _fire(name: str) -> Iterator[Clause]:
+    """Count a hit; give the clauses that fire, each told just before it acts."""
+    with _lock:
+        clauses = (_armed or {}).get(name)
+        if clauses is None:
+            return
+        before = _hits.get(name, Hits())
+        hit = before.hits + 1
+        firing = [clause for clause in clauses if clause.matches(hit)]
+        _hits[name] = Hits(hit, before.fired + bool(firing))
+    for clause in firing:
+        fired = FaultFired(point=name, action=clause.action, hit=hit)
+        events.emit(fired)
+        _log(fired)
+        yield clause
+
+
+def _act(clause: Clause) -> None:
+    if clause.action == "raise":
+        raise clause.error()
+    if clause.action == "stop":
+        # To this thread, so that it does not run on until another one takes the signal.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(137)  # the first process of a container cannot kill itself
+
+
+def _log(fired: FaultFired) -> None:
+    path = os.environ.get(LOG_VARIABLE)
+    if not path:
+        return
+    stamped = msgspec.structs.replace(fired, at=time.time(), pid=os.getpid())
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, msgspec.json.encode(stamped) + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise Mistake(f"{LOG_VARIABLE}={path} cannot be written: {error.strerror}") from error
+
+
+def parse(text: str) -> Plan:
+    """Read a plan. Raises one `Mistake` that quotes the clause it does not understand."""
+    clauses = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        match = _CLAUSE.fullmatch(part)
+        if match is None:
+            raise Mistake(
+                f"fault clause {part[:200]!r} is not like 'point:kill@3', 'point:stop', "
+                "'point:delay=0.5@1+' or 'point:raise=Unavailable'"
+            )
+        name, action, value, first, onward = match.groups()
+        try:
+            clauses.append(
+                Clause(name, cast(Action, action), value or "", int(first or 1), onward == "+")
+            )
+        except Mistake as error:
+            raise Mistake(f"fault clause {part[:200]!r}: {error}") from None
+    return Plan(tuple(clauses))
+
+
+def arm(plan: Plan | str) -> None:
+    """Follow this plan from now on, in place of any other; counting starts again."""
+    global _armed
+    plan = parse(plan) if isinstance(plan, str) else plan
+    armed: dict[str, tuple[Clause, ...]] = {}
+    for clause in plan.clauses:
+        armed[clause.point] = (*armed.get(clause.point, ()), clause)
+    with _lock:
+        _hits.clear()
+        _armed = armed or None
+
+
+def disarm() -> None:
+    """Let every point do nothing again. What was counted can still be read."""
+    global _armed
+    with _lock:
+        _armed = None
+
+
+def hits() -> dict[str, Hits]:
+    """What was counted since `arm`: every point of the plan that was passed."""
+    with _lock:
+        return dict(_hits)
+
+
+def catalogue() -> Catalogue:
+    """Import all of Holdfast, and list the points that it declares."""
+    skipped: dict[str, str] = {}
+    _import_all(holdfast, skipped)
+    return Catalogue(dict(sorted(_declared.items())), skipped)
+
+
+def check(plan: Plan | str) -> None:
+    """Raise `Mistake` if the plan names a point that nothing in Holdfast declares."""
+    known = catalogue().points
+    for clause in (parse(plan) if isinstance(plan, str) else plan).clauses:
+        if clause.point not in known:
+            near = difflib.get_close_matches(clause.point, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "faults.catalogue() lists them all"
+            raise Mistake(f"there is no fault point {clause.point}: {hint}")
+
+
+def _import_all(package: ModuleType, skipped: dict[str, str]) -> None:
+    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if info.name.endswith(".__main__"):
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except errors.MissingPackage as error:
+            skipped[info.name] = str(error)
+            continue
+        except ImportError as error:
+            if error.name is None or error.name.split(".")[0] == holdfast.__name__:
+                raise  # not an optional package: a fault of our own
+            skipped[info.name] = f"needs {error.name}"
+            continue
+        if info.ispkg:
+            _import_all(module, skipped)
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise Mistake(f"a fault point is named like 'weights.publish.after_rename', not {name!r}")
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _hits.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+if os.environ.get(PLAN_VARIABLE):
+    arm(os.environ[PLAN_VARIABLE])

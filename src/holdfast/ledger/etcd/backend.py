@@ -1,0 +1,273 @@
+"""The `Ledger` on etcd: each call is one request (a range: one per page).
+
+What etcd does differently from the other back ends, within the rules of `base.py`:
+leases live for whole seconds and at least as long as the server's election needs (about
+2 s), and the remaining time of a lease is told in whole seconds.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from holdfast.errors import (
+    Compacted,
+    HoldfastError,
+    LeaseLost,
+    Mistake,
+    NoRoom,
+    Unavailable,
+    UnknownOutcome,
+)
+from holdfast.ledger.base import Ledger, Watch
+from holdfast.ledger.etcd import wire
+from holdfast.ledger.etcd.http import Client, Forbidden
+from holdfast.ledger.etcd.watch import EtcdWatch
+from holdfast.ledger.types import (
+    Compare,
+    Entry,
+    Lease,
+    LeaseInfo,
+    Op,
+    Page,
+    Put,
+    Txn,
+    prefix_end,
+    writes,
+)
+
+__all__ = ["EtcdLedger"]
+
+T = TypeVar("T")
+
+_RANGE = "/v3/kv/range"
+_TXN = "/v3/kv/txn"
+# A leader that has just been chosen may not have heard of a new lease yet and call it
+# lost; so a lost lease is asked for twice. One that ended never comes back.
+_SECOND_LOOK_S = 0.1
+
+
+class EtcdLedger(Ledger):
+    """A ledger on an etcd v3 cluster. `timeout_s` bounds every call.
+
+    Closing it ends its watches: a waiting `__anext__` raises `Mistake`.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        user: str = "",
+        password: str = "",
+        tls: bool = False,
+        ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._client = Client(
+            endpoints,
+            user=user,
+            password=password,
+            tls=tls,
+            ca=ca,
+            cert=cert,
+            key=key,
+            timeout_s=timeout_s,
+        )
+        self._watches: set[EtcdWatch] = set()
+
+    # ---- life ------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Make sure that a server answers and lets us in, within `timeout_s`."""
+        if self._client.open:
+            return
+        self._client.start()
+        try:
+            await self._client.call(_RANGE, wire.range_json(b"/"), wire.Answer, again=True)
+        except Forbidden:
+            pass  # the login is good; which keys this user may touch, the calls will tell
+        except BaseException:
+            await self._client.close()
+            raise
+
+    async def close(self) -> None:
+        """End all watches and drop all connections."""
+        for watch in tuple(self._watches):
+            watch.end(Mistake("the ledger of this watch has been closed"))
+        await self._client.close()
+
+    # ---- reading ---------------------------------------------------------------
+
+    async def _get(self, key: str) -> Entry | None:
+        answer = await self._client.call(
+            _RANGE, wire.range_json(key.encode()), wire.RangeAnswer, again=True
+        )
+        return wire.entry(answer.kvs[0]) if answer.kvs else None
+
+    async def _page(self, prefix: str, after: str, limit: int, revision: int) -> Page:
+        first = after.encode() + b"\0" if after else prefix.encode()
+        end = prefix_end(prefix)
+        while True:
+            request = wire.range_json(first, end, limit=limit, revision=revision)
+            try:
+                answer = await self._client.call(_RANGE, request, wire.RangeAnswer, again=True)
+            except wire.Fault as fault:
+                _raise_history(fault, revision)
+            revision = revision or answer.header.revision
+            entries = tuple(one for kv in answer.kvs if (one := wire.entry(kv)) is not None)
+            if entries or not answer.more:
+                return Page(entries, revision, answer.more)
+            # A whole page of keys that other programs wrote and that are not text.
+            first = answer.kvs[-1].key + b"\0"
+
+    # ---- writing ---------------------------------------------------------------
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        read_only = not writes(then) and not writes(otherwise)
+        request = wire.txn_json(compare, then, otherwise)
+        try:
+            answer = await self._client.call(_TXN, request, wire.TxnAnswer, again=read_only)
+        except wire.Fault as fault:
+            if fault.verdict == "lease":
+                raise LeaseLost(
+                    "a lease that this transaction binds a key to has ended: take a new one "
+                    "and look again before acting"
+                ) from None
+            raise Mistake(f"etcd refuses the transaction: {fault.message}") from None
+        except NoRoom:
+            await self._look_after_no_room(then, otherwise)
+            raise
+        return wire.txn_of(answer)
+
+    async def _look_after_no_room(self, *branches: Sequence[Op]) -> None:
+        """Raise `UnknownOutcome` if the refused transaction seems to have been applied.
+
+        etcd refuses writes when its space is used up, but it may apply the one that crosses
+        the limit *and* answer it with the same error. (Plain reads, not a transaction: a
+        full server refuses even those that only read.)
+        """
+        for branch in branches:
+            puts = [op for op in branch if isinstance(op, Put)]
+            if puts and await self._all_there(puts):
+                raise UnknownOutcome(
+                    "etcd's space ran out during this transaction: the change may or may not "
+                    "have been made; look before trying again"
+                ) from None
+
+    async def _all_there(self, puts: Sequence[Put]) -> bool:
+        """Whether every one of these is in the ledger, or could not be looked for."""
+        for put in puts:
+            try:
+                entry = await self._get(put.key)
+            except HoldfastError:
+                return True
+            if entry is None or entry.value != put.value:
+                return False
+        return True
+
+    # ---- leases ----------------------------------------------------------------
+
+    async def _grant(self, ttl_s: float) -> Lease:
+        answer = await self._client.call(
+            "/v3/lease/grant", {"TTL": str(math.ceil(ttl_s))}, wire.LeaseAnswer, again=False
+        )
+        return Lease(answer.id, float(answer.ttl))
+
+    async def keep_alive(self, lease: int) -> float:
+        """Let the lease begin again."""
+        for look in range(2):
+            if look:
+                await asyncio.sleep(_SECOND_LOOK_S)
+            frame = await self._ask_lease(
+                "/v3/lease/keepalive", _lease_json(lease), wire.KeepAliveFrame
+            )
+            if frame is None:
+                continue
+            if frame.result is None:
+                raise Unavailable(f"etcd does not say whether lease {lease} lives: ask again")
+            if frame.result.ttl > 0:
+                return float(frame.result.ttl)
+        raise _lease_lost(lease)
+
+    async def _ask_lease(
+        self, path: str, request: wire.Json, kind: type[T], *, fresh: bool = False
+    ) -> T | None:
+        """Send a harmless request about a lease; None when etcd knows no such lease."""
+        try:
+            return await self._client.call(path, request, kind, again=True, fresh=fresh)
+        except wire.Fault as fault:
+            if fault.verdict == "lease":
+                return None
+            raise Mistake(f"etcd refuses the request: {fault.message}") from None
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease and delete its keys."""
+        with contextlib.suppress(LeaseLost):
+            await self._ask_lease("/v3/lease/revoke", _lease_json(lease), wire.Answer)
+
+    async def lease_info(self, lease: int) -> LeaseInfo:
+        """Tell how long a lease still lasts and what is bound to it."""
+        request = {**_lease_json(lease), "keys": True}
+        for look in range(2):
+            if look:
+                await asyncio.sleep(_SECOND_LOOK_S)
+            answer = await self._ask_lease(
+                "/v3/lease/timetolive", request, wire.LeaseAnswer, fresh=True
+            )
+            if answer is not None and answer.granted > 0:
+                keys = sorted(key.decode(errors="replace") for key in answer.keys)
+                left_s = float(max(0, answer.ttl))
+                return LeaseInfo(lease, float(answer.granted), left_s, tuple(keys))
+        raise _lease_lost(lease)
+
+    async def leases(self) -> tuple[int, ...]:
+        """All living leases."""
+        answer = await self._client.call(
+            "/v3/lease/leases", {}, wire.LeaseList, again=True, fresh=True
+        )
+        return tuple(sorted(one.id for one in answer.leases))
+
+    # ---- following -------------------------------------------------------------
+
+    def _watch(self, prefix: str, start: int) -> Watch:
+        watch = EtcdWatch(self._client, prefix, start, self._watches.discard)
+        self._watches.add(watch)
+        return watch
+
+    async def compact(self, revision: int) -> None:
+        """Forget history before `revision`; what is forgotten already does no harm."""
+        if revision < 1:
+            return
+        try:
+            request: wire.Json = {"revision": str(min(revision, wire.INT64_MAX))}
+            await self._client.call("/v3/kv/compaction", request, wire.Answer, again=True)
+        except wire.Fault as fault:
+            if fault.verdict != "compacted":
+                _raise_history(fault, revision)
+
+
+def _lease_json(lease: int) -> wire.Json:
+    if not 0 < lease <= wire.INT64_MAX:
+        raise _lease_lost(lease)
+    return {"ID": str(lease)}
+
+
+def _lease_lost(lease: int) -> LeaseLost:
+    return LeaseLost(f"lease {lease} has ended: take a new one and look again before acting")
+
+
+def _raise_history(fault: wire.Fault, revision: int) -> NoReturn:
+    if fault.verdict == "compacted":
+        raise Compacted(
+            f"revision {revision} is no longer kept: read the newest instead",
+            revision=revision + 1,
+        ) from None
+    if fault.verdict == "future":
+        raise Mistake(f"revision {revision} is in the future") from None
+    raise Mistake(f"etcd refuses the request: {fault.message}") from None

@@ -1,0 +1,481 @@
+"""Carries requests to an etcd cluster: endpoints, fail-over, login, TLS, time limits.
+
+Invariants:
+
+- A request whose answer was lost is sent again only if the caller says that this does
+  no harm (`again=True`); otherwise it ends in `UnknownOutcome`.
+- A request that surely was not applied (no connection, no leader, a stale login) is
+  tried on the next endpoint, round and round, until `timeout_s` is over.
+- No call lasts longer than `timeout_s`, whatever the servers do.
+- Nothing runs in the background: no call, no traffic, no task.
+
+The endpoint that last worked is tried first. A write goes only to an endpoint that has
+answered since it last failed; where that is not known, a cheap question comes first. So
+a server that accepts connections but does not answer (stopped, starting, behind a cut
+cable) costs a wait, not an unknown outcome.
+"""
+
+import asyncio
+import contextlib
+import io
+import os
+import random
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from holdfast.errors import (
+    Corrupt,
+    Denied,
+    HoldfastError,
+    Mistake,
+    NoRoom,
+    TooLarge,
+    Unavailable,
+    UnknownOutcome,
+)
+from holdfast.ledger.etcd import wire
+
+__all__ = ["Client", "Endpoint", "Forbidden", "Lost", "Refused"]
+
+T = TypeVar("T")
+
+RENEWALS_MAX = 3
+CONNECTIONS_MAX = 64
+BACKOFF_S = 0.05
+BACKOFF_MAX_S = 0.5
+_STATUS = "/v3/maintenance/status"
+_RANGE = "/v3/kv/range"
+# aiohttp rounds long limits up to whole seconds; ours are exact.
+_NEVER_ROUND = 1e9
+
+
+class Endpoint:
+    """One server. `proven` means that it has answered since it last failed."""
+
+    def __init__(self, host: str, port: int, scheme: str) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        self.name = f"{shown}:{port}"
+        self.url = f"{scheme}://{self.name}"
+        self.proven = False
+
+
+class Refused(Exception):
+    """This endpoint surely did not apply the request.
+
+    `hopeless` is the error to raise when every endpoint refuses for such a reason:
+    trying again without changing the call will not help.
+    """
+
+    def __init__(self, reason: str, hopeless: HoldfastError | None = None) -> None:
+        super().__init__(reason)
+        self.hopeless = hopeless
+
+
+class Lost(Exception):
+    """The request was sent, and no answer came: it may have been applied."""
+
+    hopeless: HoldfastError | None = None
+
+
+class Forbidden(Denied):
+    """The login is good, but this user may not touch this key."""
+
+
+class Client:
+    """A cluster as one place to send requests to. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        user: str,
+        password: str,
+        tls: bool,
+        ca: Path | None,
+        cert: Path | None,
+        key: Path | None,
+        timeout_s: float,
+    ) -> None:
+        if not endpoints:
+            raise Mistake("an etcd ledger needs at least one endpoint (host and port)")
+        if timeout_s <= 0:
+            raise Mistake(f"the time limit must be more than 0 s, not {timeout_s}")
+        if (cert is None) != (key is None):
+            raise Mistake("cert and key go together: give both or none")
+        if user and not password:
+            raise Mistake(f"the etcd user {user!r} needs a password")
+        self._tls = tls or ca is not None or cert is not None
+        self._ca, self._cert, self._key = ca, cert, key
+        scheme = "https" if self._tls else "http"
+        self.endpoints = [Endpoint(host, port, scheme) for host, port in endpoints]
+        self.timeout_s = timeout_s
+        # Short enough that a silent server leaves time for the others.
+        self.attempt_s = max(timeout_s / max(2, len(endpoints)), min(0.5, timeout_s))
+        self._user, self._password = user, password
+        self._token: str | None = None if user else ""
+        self._login = asyncio.Lock()
+        self._preferred = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._streams: aiohttp.ClientSession | None = None
+
+    # ---- life ------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether `start` has been called and `close` has not."""
+        return self._session is not None
+
+    def start(self) -> None:
+        """Get ready to connect; nothing is sent yet."""
+        if self._session is None:
+            context = self._context()
+            self._session = _session(context, CONNECTIONS_MAX)
+            # A watch holds its connection: it must not take one away from the calls.
+            self._streams = _session(context, 0)
+
+    async def close(self) -> None:
+        """Drop all connections. Calls that are under way fail."""
+        sessions, self._session, self._streams = (self._session, self._streams), None, None
+        for session in sessions:
+            if session is not None:
+                await session.close()
+
+    def _context(self) -> ssl.SSLContext | bool:
+        if not self._tls:
+            return True
+        for path in (self._ca, self._cert, self._key):
+            if path is not None and not path.is_file():
+                raise Mistake(f"the file {path} is not there")
+        try:
+            context = ssl.create_default_context(cafile=self._ca)
+            if self._cert is not None:
+                context.load_cert_chain(self._cert, self._key)
+        except (ssl.SSLError, OSError) as error:
+            raise Mistake(f"the TLS files for etcd cannot be used: {_one_line(error)}") from None
+        return context
+
+    # ---- calls -----------------------------------------------------------------
+
+    async def call(
+        self, path: str, request: wire.Json, kind: type[T], *, again: bool, fresh: bool = False
+    ) -> T:
+        """Send a request to whichever endpoint takes it, and return the answer.
+
+        `again` says that the request may be sent twice. `fresh` lets the endpoint catch
+        up with the cluster first, for questions that etcd answers from one member's
+        memory. Raises `wire.Fault` for errors whose meaning only the caller knows.
+        """
+        body = wire.encode(request)
+        deadline = _now() + self.timeout_s
+        count = len(self.endpoints)
+        cursor, tries = self._preferred, 0
+        reasons: dict[str, str] = {}
+        hopeless: dict[str, HoldfastError | None] = {}
+        while _now() < deadline:
+            endpoint = self.endpoints[cursor]
+            soon = min(deadline, _now() + self.attempt_s)
+            try:
+                if not again and not endpoint.proven:
+                    await self.probe(endpoint, soon)
+                if fresh:
+                    await self._catch_up(endpoint, soon)
+                data = await self._ask(endpoint, path, body, soon if again else deadline)
+            except (Refused, Lost) as error:
+                if isinstance(error, Lost) and not again:
+                    self.failed(endpoint)
+                    raise UnknownOutcome(
+                        f"etcd at {endpoint.name} {error}: the change may or may not have been "
+                        "made; look before trying again"
+                    ) from None
+                if soon < deadline or endpoint.name not in reasons:
+                    # An attempt cut short by the deadline does not hide a better reason.
+                    reasons[endpoint.name] = str(error)
+                    hopeless[endpoint.name] = error.hopeless
+            else:
+                endpoint.proven = True
+                self._preferred = cursor
+                return self._read(endpoint, data, kind)
+            self.failed(endpoint)
+            cursor, tries = (cursor + 1) % count, tries + 1
+            if tries % count == 0:
+                if (wrong := next(iter(hopeless.values()))) and all(hopeless.values()):
+                    raise wrong
+                pause_s = backoff_s(tries // count)
+                await asyncio.sleep(min(pause_s, max(0.0, deadline - _now())))
+        raise self._unavailable(reasons)
+
+    async def probe(self, endpoint: Endpoint, until: float) -> None:
+        """Ask one endpoint whether it is there and has a leader. Changes nothing.
+
+        `until` is a time of the event loop's clock. Raises `Refused`.
+        """
+        try:
+            await self._ask(endpoint, _STATUS, b"{}", until)
+        except Lost as error:
+            raise Refused(str(error)) from None
+        except (Denied, wire.Fault):
+            pass  # an answer all the same: the real request will say what is wrong
+        endpoint.proven = True
+
+    async def _catch_up(self, endpoint: Endpoint, until: float) -> None:
+        """Let the endpoint apply everything that was committed before this moment."""
+        with contextlib.suppress(Forbidden):
+            body = wire.encode(wire.range_json(b"/"))
+            await self._ask(endpoint, _RANGE, body, until)
+
+    async def stream(
+        self, endpoint: Endpoint, path: str, request: wire.Json
+    ) -> tuple[aiohttp.ClientResponse, str]:
+        """Open a stream on one endpoint; return it with the login it was opened with."""
+        until = _now() + self.attempt_s
+        token = await self._token_for(endpoint, until)
+        body = wire.encode(request)
+        response = await self._send(self._streams, endpoint, path, body, token, until)
+        if response.status == 200:
+            _keep_watching(response)
+            return response, token
+        try:
+            async with asyncio.timeout_at(until):
+                data = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            data = b""
+        finally:
+            response.close()
+        fault = wire.fault_of(response.status, data)
+        if fault.verdict == "token":
+            self.forget_token(token)
+        raise fault
+
+    def failed(self, endpoint: Endpoint) -> None:
+        """Remember that this endpoint did not work, and prefer another one."""
+        endpoint.proven = False
+        if self.endpoints[self._preferred] is endpoint:
+            self._preferred = (self._preferred + 1) % len(self.endpoints)
+
+    def preferred(self) -> int:
+        """The position of the endpoint to try first."""
+        return self._preferred
+
+    def forget_token(self, token: str) -> None:
+        """Log in again before the next request, unless somebody has already done so."""
+        if self._user and self._token == token:
+            self._token = None
+
+    # ---- one endpoint ------------------------------------------------------------
+
+    async def _ask(self, endpoint: Endpoint, path: str, body: bytes, until: float) -> bytes:
+        """Send a request to one endpoint; renew the login as often as it takes."""
+        for _ in range(RENEWALS_MAX):
+            token = await self._token_for(endpoint, until)
+            status, data = await self._post(endpoint, path, body, token, until)
+            if status == 200:
+                return data
+            fault = wire.fault_of(status, data)
+            if fault.verdict != "token" or not self._user:
+                raise _error_of(fault, self._user)
+            self.forget_token(token)
+        raise Denied(
+            f"etcd at {endpoint.name} refuses the login it has just given to {self._user!r}: "
+            "compare the clocks and the token settings of its members"
+        )
+
+    async def _token_for(self, endpoint: Endpoint, until: float) -> str:
+        if self._token is not None:
+            return self._token
+        try:
+            async with asyncio.timeout_at(until), self._login:
+                if self._token is None:
+                    self._token = await self._log_in(endpoint, until)
+                return self._token
+        except (TimeoutError, Lost):
+            raise Refused("did not answer the login in time") from None
+
+    async def _log_in(self, endpoint: Endpoint, until: float) -> str:
+        body = wire.encode({"name": self._user, "password": self._password})
+        status, data = await self._post(endpoint, "/v3/auth/authenticate", body, "", until)
+        if status == 200:
+            return self._read(endpoint, data, wire.Authenticated).token
+        fault = wire.fault_of(status, data)
+        if fault.verdict == "no_auth":
+            return ""
+        if fault.verdict == "mistake":
+            raise Denied(f"etcd refuses the login of {self._user!r}: {fault.message}")
+        raise _error_of(fault, self._user)
+
+    async def _post(
+        self, endpoint: Endpoint, path: str, body: bytes, token: str, until: float
+    ) -> tuple[int, bytes]:
+        response = await self._send(self._session, endpoint, path, body, token, until)
+        try:
+            async with asyncio.timeout_at(until), response:
+                return response.status, await response.read()
+        except TimeoutError:
+            raise Lost("did not finish its answer in time") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost(f"broke off its answer ({_one_line(error)})") from None
+
+    async def _send(
+        self,
+        session: aiohttp.ClientSession | None,
+        endpoint: Endpoint,
+        path: str,
+        body: bytes,
+        token: str,
+        until: float,
+    ) -> aiohttp.ClientResponse:
+        """Send a request and wait for the head of the answer."""
+        if session is None or session.closed:
+            raise Mistake("this etcd ledger is closed (or was never started)")
+        # A member that is cut off from its leader refuses at once instead of waiting.
+        headers = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
+        if token:
+            headers["Authorization"] = token
+        # Connecting has the shorter limit, so that "not sent" and "no answer" stay apart.
+        limit_s = until - _now()
+        if limit_s <= 0:
+            raise Refused("no time left")
+        connect_s = min(self.attempt_s, limit_s) * 0.8
+        limits = aiohttp.ClientTimeout(total=None, connect=connect_s, ceil_threshold=_NEVER_ROUND)
+        try:
+            async with asyncio.timeout_at(until):
+                return await session.post(
+                    endpoint.url + path,
+                    data=io.BytesIO(body),  # sent in pieces: a large body blocks nobody
+                    headers=headers,
+                    timeout=limits,
+                    allow_redirects=False,
+                )
+        except aiohttp.ConnectionTimeoutError:
+            raise Refused(f"no connection within {connect_s:.1f} s") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise _untrusted(endpoint, error.certificate_error) from None
+        except aiohttp.ClientSSLError as error:
+            raise _no_tls(endpoint, error) from None
+        except aiohttp.ClientConnectorError as error:
+            reset = self._tls and isinstance(error.os_error, ConnectionResetError)
+            hint = " (does it speak TLS?)" if reset else ""
+            raise Refused(f"no connection: {_one_line(error.os_error)}{hint}") from None
+        except TimeoutError:
+            raise Lost(f"did not answer within {limit_s:.1f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            if self._tls and (refused := _client_certificate(endpoint, error)) is not None:
+                raise refused from None
+            if self._session is None:
+                raise Lost("was not heard any more: this ledger was closed") from None
+            hint = "" if self._tls or endpoint.proven else " (does it want TLS?)"
+            raise Lost(f"closed the connection without an answer{hint}") from None
+
+    def _read(self, endpoint: Endpoint, data: bytes, kind: type[T]) -> T:
+        try:
+            return wire.decode(data, kind)
+        except msgspec.MsgspecError:
+            raise Mistake(
+                f"{endpoint.name} answers, but not like an etcd v3 server: check the address"
+            ) from None
+
+    def _unavailable(self, reasons: dict[str, str]) -> Unavailable:
+        if not reasons:
+            reasons = {one.name: "no time left" for one in self.endpoints}
+        told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
+        return Unavailable(f"no etcd server could be used within {self.timeout_s:g} s: {told}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def backoff_s(failures: int) -> float:
+    """How long to wait after so many failures in a row: growing, bounded, jittered."""
+    longest = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures, 10))
+    return random.uniform(longest / 2, longest)
+
+
+def _session(context: ssl.SSLContext | bool, limit: int) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=limit, ssl=context)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def _keep_watching(response: aiohttp.ClientResponse) -> None:
+    """Let the kernel notice when the other end of an idle stream is no longer there."""
+    transport = response.connection.transport if response.connection is not None else None
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None:
+        return
+    options = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _error_of(fault: wire.Fault, user: str) -> Exception:
+    """What a fault means, where every caller means the same by it."""
+    match fault.verdict:
+        case "refused":
+            return Refused(fault.message)
+        case "lost":
+            return Lost(f"answered '{fault.message}'")
+        case "token":
+            return Denied("this etcd wants a login: put user:password@ into the URL")
+        case "login":
+            return Denied(f"etcd refuses the user {user!r} or its password")
+        case "forbidden":
+            who = f"the etcd user {user!r}" if user else "this client"
+            return Forbidden(f"{who} may not do this: {fault.message}")
+        case "no_room":
+            return NoRoom(
+                "etcd's space is used up (NOSPACE): compact, defragment, and clear the alarm"
+            )
+        case "too_large":
+            return TooLarge(f"etcd refuses the request: {fault.message}")
+        case "corrupt":
+            return Corrupt(f"etcd says that its own data is corrupt: {fault.message}")
+        case "mistake" | "no_auth":
+            return Mistake(f"etcd refuses the request: {fault.message}")
+        case _:
+            return fault
+
+
+def _untrusted(endpoint: Endpoint, error: Exception) -> Refused:
+    reason = f"its TLS certificate is not trusted: {_one_line(error)}"
+    return Refused(
+        reason, Mistake(f"etcd at {endpoint.name}: {reason}; name its authority with ca=FILE")
+    )
+
+
+def _no_tls(endpoint: Endpoint, error: aiohttp.ClientSSLError) -> Refused:
+    refused = _client_certificate(endpoint, error)
+    if refused is not None:
+        return refused
+    reason = f"TLS failed: {_one_line(error.os_error)}"
+    return Refused(
+        reason, Mistake(f"etcd at {endpoint.name}: {reason}; does this server speak TLS?")
+    )
+
+
+def _client_certificate(endpoint: Endpoint, error: BaseException) -> Refused | None:
+    """The server ended the TLS handshake because of who we are: it read no request."""
+    text = str(error).lower()
+    if "alert" not in text or "certificate" not in text:
+        return None
+    reason = "it wants a client certificate that it trusts"
+    return Refused(reason, Denied(f"etcd at {endpoint.name}: {reason}; give cert=FILE, key=FILE"))
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    if isinstance(error, ssl.SSLError):
+        text = error.reason or str(error)
+    elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        text = os.strerror(error.errno)
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__

@@ -1,0 +1,177 @@
+"""Follows an etcd cluster: one HTTP stream, begun again wherever it breaks.
+
+Invariants: every revision from `start` on comes out once, whole and in order, over any
+number of streams and servers; where the history is gone, `Compacted` is raised instead.
+A cancelled `__anext__` loses nothing: the next one goes on where it was.
+
+The stream is read only while somebody waits in `__anext__`: there is no task and no
+queue, and a slow reader is slowed down by TCP. A silent stream is normal, so after
+`IDLE_S` of silence the same server is asked for a sign of life; without one the watch
+moves to the next server.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from holdfast.errors import Compacted, Denied, HoldfastError, Mistake, Unavailable
+from holdfast.ledger.base import Watch
+from holdfast.ledger.etcd import wire
+from holdfast.ledger.etcd.http import Client, Endpoint, Lost, Refused, backoff_s
+from holdfast.ledger.types import Batch, prefix_end
+
+__all__ = ["IDLE_S", "EtcdWatch"]
+
+IDLE_S = 5.0
+_DENIED = frozenset({"token", "forbidden", "login"})
+
+
+class EtcdWatch(Watch):
+    """A watch on etcd.
+
+    Closing it ends the iteration, also for somebody who waits; closing its ledger makes
+    `__anext__` raise `Mistake`.
+    """
+
+    def __init__(
+        self, client: Client, prefix: str, start: int, ended: Callable[["EtcdWatch"], None]
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._ended = ended
+        self._batches = wire.Batches(start)
+        self._ready: deque[Batch] = deque()
+        self._frames = wire.Frames()
+        self._stream: aiohttp.ClientResponse | None = None
+        self._token = ""
+        self._cursor: int | None = None
+        self._failures = 0
+        self._denials = 0
+        self._closed = False
+        self._final: HoldfastError | None = None
+        self._waiting: asyncio.Timeout | None = None
+
+    async def __anext__(self) -> Batch:
+        """Wait for the next batch. Raises `Compacted`, `Denied`, `StopAsyncIteration`."""
+        if self._waiting is not None:
+            raise Mistake(f"somebody else already waits for this watch of {self._prefix}")
+        try:
+            # Never runs out by itself: `aclose` lets it, to wake whoever waits here.
+            async with asyncio.timeout(None) as self._waiting:
+                while not self._ready and not self._closed:
+                    if self._final is not None:
+                        raise self._final
+                    await self._step()
+        except TimeoutError:
+            if not self._closed:
+                raise
+        finally:
+            self._waiting = None
+        if self._closed:
+            raise StopAsyncIteration if self._final is None else self._final
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """Stop watching and drop the connection."""
+        self.end(None)
+
+    def end(self, reason: HoldfastError | None) -> None:
+        """Stop watching; from now on `__anext__` raises `reason`, or just ends."""
+        if self._closed:
+            return
+        self._closed = True
+        self._final = reason
+        self._drop()
+        self._ended(self)
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    # ---- the stream --------------------------------------------------------------
+
+    async def _step(self) -> None:
+        """Do one thing that brings the next batch nearer."""
+        try:
+            if self._stream is None:
+                await self._connect()
+            else:
+                await self._read(self._stream)
+        except wire.Fault as fault:
+            self._break(fault)
+        except (Refused, Lost, Unavailable, aiohttp.ClientError, OSError, msgspec.MsgspecError):
+            self._break(None)
+
+    async def _connect(self) -> None:
+        if self._failures:
+            await asyncio.sleep(backoff_s(self._failures))
+        if self._cursor is None:
+            self._cursor = self._client.preferred()
+        key, end = self._prefix.encode(), prefix_end(self._prefix)
+        request = wire.watch_json(key, end, self._batches.first)
+        self._stream, self._token = await self._client.stream(
+            self._endpoint(self._cursor), "/v3/watch", request
+        )
+
+    async def _read(self, stream: aiohttp.ClientResponse) -> None:
+        assert self._cursor is not None
+        try:
+            async with asyncio.timeout(IDLE_S):
+                chunk = await stream.content.readany()
+        except TimeoutError:
+            until = asyncio.get_running_loop().time() + self._client.attempt_s
+            await self._client.probe(self._endpoint(self._cursor), until)
+            return
+        if not chunk:
+            raise Lost("ended the watch")
+        for line in self._frames.feed(chunk):
+            self._take(wire.decode(line, wire.WatchFrame))
+
+    def _take(self, frame: wire.WatchFrame) -> None:
+        if frame.error is not None:
+            raise wire.stream_fault(frame.error)
+        answer = frame.result
+        if answer is None:
+            raise Lost("said something that is no watch frame")
+        if answer.compact_revision:
+            self._final = Compacted(
+                f"revision {self._batches.first} of {self._prefix} is no longer kept (history "
+                f"begins after {answer.compact_revision}): read the range again and watch "
+                "from its revision",
+                revision=answer.compact_revision,
+            )
+            self._drop()
+            return
+        if answer.canceled:
+            raise wire.Fault(wire.verdict_of(0, answer.cancel_reason), answer.cancel_reason)
+        if answer.created:
+            self._failures = self._denials = 0
+        self._ready.extend(self._batches.add(answer))
+
+    # ---- its end -----------------------------------------------------------------
+
+    def _break(self, fault: wire.Fault | None) -> None:
+        """Note that the stream ended, and choose where the next one begins."""
+        self._drop()
+        self._failures += 1
+        assert self._cursor is not None
+        if fault is not None and fault.verdict in _DENIED:
+            # Some versions call a login that ran out a missing permission.
+            self._client.forget_token(self._token)
+            self._denials += 1
+            if self._denials > 1:
+                self._final = Denied(f"etcd does not let us watch {self._prefix}: {fault.message}")
+            return
+        self._client.failed(self._endpoint(self._cursor))
+        self._cursor = (self._cursor + 1) % len(self._client.endpoints)
+
+    def _drop(self) -> None:
+        stream, self._stream = self._stream, None
+        self._frames = wire.Frames()
+        self._batches.restart()
+        if stream is not None:
+            stream.close()
+
+    def _endpoint(self, position: int) -> Endpoint:
+        return self._client.endpoints[position]

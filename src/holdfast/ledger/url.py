@@ -1,0 +1,127 @@
+"""Ledger URLs: parsing them, and making the back end that they name.
+
+memory:                                   a new one, in this process
+memory:NAME                               shared in this process
+sqlite:///relative.db[?sync=full]         one machine, many processes
+sqlite:////absolute/path.db               four slashes: an absolute path
+etcd://[user:password@]host:port[,host:port...][?tls=1&ca=FILE&cert=FILE&key=FILE&timeout=5]
+"""
+
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote
+
+from holdfast.errors import MissingPackage, Mistake
+from holdfast.ledger.base import Ledger
+from holdfast.ledger.memory import MemoryLedger, shared_hub
+
+__all__ = ["open", "without_password"]
+
+_FORMS = "memory:, sqlite:///path/to/file.db or etcd://host:port,host:port"
+_TRUE = {"1", "true", "yes", "on"}
+
+
+def open(url: str) -> Ledger:
+    """Return the ledger that `url` names, not yet started.
+
+    Use `async with open(url) as ledger` or `ledger = await open(url)`.
+    """
+    scheme, colon, rest = url.partition(":")
+    if not colon:
+        raise Mistake(f"{url!r} is not a ledger URL: use {_FORMS}")
+    if scheme == "memory":
+        return _memory(url, rest)
+    if scheme == "sqlite":
+        return _sqlite(url, rest)
+    if scheme == "etcd":
+        return _etcd(url, rest)
+    raise Mistake(f"no ledger is called {scheme!r}: use {_FORMS}")
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown to people and written to logs."""
+    scheme, slashes, rest = url.partition("://")
+    user, at, hosts = rest.rpartition("@")
+    return f"{scheme}{slashes}{user.split(':')[0]}{at}{hosts}"
+
+
+def _memory(url: str, name: str) -> Ledger:
+    if not name:
+        return MemoryLedger()
+    if "/" in name or "?" in name:
+        raise Mistake(f"{url!r}: a memory ledger takes a plain name, as in memory:mine")
+    return MemoryLedger(shared_hub(name))
+
+
+def _sqlite(url: str, rest: str) -> Ledger:
+    from holdfast.ledger.sqlite import SqliteLedger
+
+    path, options = _split(url, rest, {"sync"})
+    if not path.startswith("///") or path == "///":
+        raise Mistake(
+            f"{url!r}: write sqlite:/// and a path, as in sqlite:///ledger.db or sqlite:////var/lib/ledger.db"
+        )
+    sync = options.get("sync", "normal")
+    if sync not in ("normal", "full"):
+        raise Mistake(f"{url!r}: sync is 'normal' (the default) or 'full', not {sync!r}")
+    return SqliteLedger(Path(unquote(path[3:])), full_sync=sync == "full")
+
+
+def _etcd(url: str, rest: str) -> Ledger:
+    address, options = _split(url, rest, {"tls", "ca", "cert", "key", "timeout"})
+    if not address.startswith("//") or address == "//":
+        raise Mistake(f"{url!r}: write etcd://host:port, several separated by commas")
+    login, _, hosts = address[2:].rpartition("@")
+    user, _, password = login.partition(":")
+    endpoints = [_endpoint(url, one) for one in hosts.split(",")]
+    try:
+        timeout_s = float(options.get("timeout", "5"))
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s <= 3600:
+        raise Mistake(f"{url!r}: timeout is a number of seconds, not {options['timeout']!r}")
+    try:
+        from holdfast.ledger.etcd import EtcdLedger
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"etcd:// needs the package {error.name}: pip install 'holdfast[etcd]'"
+        ) from None
+    return EtcdLedger(
+        endpoints,
+        user=unquote(user),
+        password=unquote(password),
+        tls=options.get("tls", "").lower() in _TRUE or "ca" in options or "cert" in options,
+        ca=_file(options, "ca"),
+        cert=_file(options, "cert"),
+        key=_file(options, "key"),
+        timeout_s=timeout_s,
+    )
+
+
+def _split(url: str, rest: str, known: set[str]) -> tuple[str, dict[str, str]]:
+    path, _, query = rest.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for name in options:
+        if name not in known:
+            raise Mistake(
+                f"{without_password(url)!r}: unknown option {name!r}; "
+                f"there are {', '.join(sorted(known))}"
+            )
+    return path, options
+
+
+def _endpoint(url: str, text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise Mistake(
+            f"{without_password(url)!r}: {text!r} is not host:port, as in etcd://10.0.0.1:2379"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _file(options: dict[str, str], name: str) -> Path | None:
+    if name not in options:
+        return None
+    path = Path(options[name])
+    if not path.is_file():
+        raise Mistake(f"the {name} file {path} is not there")
+    return path

@@ -1,0 +1,101 @@
+"""What this machine says about itself: its boot, and the file system under a path.
+
+Read-only and Linux-shaped: everything comes from /proc. Nothing is cached, because a
+mount can change under a running process.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.errors import Unavailable
+
+__all__ = [
+    "NETWORK_FILE_SYSTEMS",
+    "UNKNOWN_FILE_SYSTEM",
+    "boot_id",
+    "file_system_of",
+    "is_network_file_system",
+    "mounts",
+]
+
+UNKNOWN_FILE_SYSTEM = "unknown"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+# File systems on which locks or shared memory maps do not hold between hosts, or do not
+# hold at all. A FUSE mount is named after its program.
+# fmt: off
+NETWORK_FILE_SYSTEMS = frozenset({
+    "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "eos", "fhgfs", "gfs", "gfs2",
+    "glusterfs", "gpfs", "kafs", "lustre", "mfs", "mmfs", "ncpfs", "nfs", "nfs4", "ocfs2",
+    "orangefs", "panfs", "pvfs2", "quobyte", "smb2", "smb3", "smbfs", "wekafs",
+    "fuse.alluxio-fuse", "fuse.blobfuse", "fuse.blobfuse2", "fuse.ceph-fuse", "fuse.cephfs",
+    "fuse.curlftpfs", "fuse.davfs2", "fuse.gcsfuse", "fuse.geesefs", "fuse.glusterfs",
+    "fuse.goofys", "fuse.hdfs", "fuse.juicefs", "fuse.mfs", "fuse.moosefs", "fuse.mount-s3",
+    "fuse.mountpoint-s3", "fuse.quobyte", "fuse.rclone", "fuse.s3fs", "fuse.seaweedfs",
+    "fuse.smbnetfs", "fuse.sshfs", "fuse.vmhgfs-fuse", "fuse_dfs", "vboxsf", "vmhgfs",
+})
+# fmt: on
+
+
+def boot_id() -> str:
+    """The identity of this boot of the kernel; the same in every container on it."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise Unavailable(f"{_BOOT_ID} cannot be read ({error}): mount /proc") from error
+
+
+def file_system_of(path: str | Path) -> tuple[str, str]:
+    """The type and the mount point of the file system that holds `path`.
+
+    A path that does not exist yet counts as its nearest ancestor that does. Where the
+    system does not tell, the answer is ("unknown", "/").
+    """
+    try:
+        mount_id = _mount_id(Path(path).absolute())
+        return mounts(_MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape"))[mount_id]
+    except (OSError, KeyError):
+        return UNKNOWN_FILE_SYSTEM, "/"
+
+
+def is_network_file_system(fstype: str) -> bool:
+    """Whether a file system of this type is shared between hosts, so that locks may lie."""
+    return fstype.lower() in NETWORK_FILE_SYSTEMS
+
+
+def mounts(mountinfo: str) -> Mapping[int, tuple[str, str]]:
+    """Parse /proc/PID/mountinfo into {mount id: (type, mount point)}."""
+    found: dict[int, tuple[str, str]] = {}
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        try:
+            # A varying number of optional fields ends with a lone hyphen.
+            fstype = fields[fields.index("-", 6) + 1]
+            found[int(fields[0])] = (fstype, _unescape(fields[4]))
+        except (ValueError, IndexError):
+            continue  # a line that we cannot read is a mount that we do not know
+    return found
+
+
+def _mount_id(path: Path) -> int:
+    """Ask the kernel, not the text of the path: links and stacked mounts mislead."""
+    for candidate in (path, *path.parents):
+        try:
+            descriptor = os.open(candidate, os.O_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            details = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
+        finally:
+            os.close(descriptor)
+        if match := re.search(r"^mnt_id:\s*(\d+)$", details, re.MULTILINE):
+            return int(match[1])
+    raise KeyError(str(path))
+
+
+def _unescape(text: str) -> str:
+    """Undo the octal escapes that the kernel puts for blanks and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

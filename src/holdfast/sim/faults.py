@@ -1,0 +1,126 @@
+"""The faults of a simulated world: what there is, what goes where, and a count of each.
+
+A *step* is a contact between a process and the world: a process starts, a timer fires, a
+call to the ledger is sent, its answer or a watch's event arrives. Each step may carry one
+fault. A fault is data (who, at which of its steps, what, how long), so a schedule can be
+replayed, and made shorter by leaving faults out.
+
+Each seed draws its own mix ("swarm"): which kinds are on and how often they fire. Some
+bugs only show when other faults keep out of the way.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+__all__ = ["APPLIES", "CALLS", "Fault", "Swarm", "Table", "describe"]
+
+CALLS = ("get", "range", "txn", "grant", "keep_alive", "revoke")
+SENT = tuple(f"{call}.sent" for call in CALLS)
+ANSWERED = tuple(f"{call}.answered" for call in CALLS)
+ANYWHERE = ("start", "timer", "watch.event", *SENT, *ANSWERED)
+
+APPLIES: dict[str, tuple[str, ...]] = {
+    "crash": ANYWHERE,  # the process is gone; it may come back later
+    "pause": ANYWHERE,  # the process hangs, all of it, for longer than leases last
+    "cut": ANYWHERE,  # the process cannot reach the ledger for a while
+    "expire": ANYWHERE,  # the ledger ends the process's leases, which still believes in them
+    "skew": ("start",),  # the process's clock is off and runs at another speed
+    "lose_call": SENT,  # the call never arrives
+    "lose_answer": SENT,  # the call takes effect, the answer is lost
+    "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent"),  # the call arrives twice
+    "lag": ("watch.event",),  # the event arrives much later
+}
+
+PAUSES_S = (0.5, 3.0, 12.0, 70.0)
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One fault: what happens to `node` at its `step`-th step."""
+
+    node: str
+    step: int
+    kind: str
+    amount: float
+
+
+def describe(fault: Fault) -> str:
+    """One fault in words."""
+    what = {
+        "crash": "is killed and stays dead"
+        if fault.amount < 0
+        else f"is killed and comes back after {fault.amount:.1f} s",
+        "pause": f"hangs for {fault.amount:.1f} s",
+        "cut": f"cannot reach the ledger for {fault.amount:.1f} s",
+        "expire": "loses its leases, without being told",
+        "skew": f"has a clock that runs at {fault.amount:.2f} of the true speed",
+        "lose_call": "sends a call that never arrives",
+        "lose_answer": "does not get the answer to its call",
+        "repeat": "has its call delivered twice",
+        "lag": f"gets this event {fault.amount:.1f} s late",
+    }[fault.kind]
+    return f"{fault.node} {what}"
+
+
+class Swarm:
+    """Decides, for one seed, which step carries which fault."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"faults {seed}")
+        self._rate = self._random.choice((0.005, 0.015, 0.03, 0.06))
+        on = [kind for kind in APPLIES if self._random.random() < 0.6]
+        self._at = {step: tuple(kind for kind in on if step in APPLIES[kind]) for step in ANYWHERE}
+
+    def draw(self, node: str, step: int, kind: str) -> Fault | None:
+        """The fault of this step, if it has one."""
+        luck = self._random
+        rate = 0.3 if kind == "start" else self._rate
+        if luck.random() >= rate:
+            return None
+        choices = self._at[kind]
+        if not choices:
+            return None
+        fault = luck.choice(choices)
+        amount = 0.0
+        if fault == "crash":
+            amount = -1.0 if luck.random() < 0.15 else luck.uniform(0.0, 20.0)
+        elif fault in ("pause", "cut", "lag"):
+            amount = luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
+        elif fault == "skew":
+            amount = luck.uniform(0.8, 1.25)
+        return Fault(node, step, fault, amount)
+
+
+class Table:
+    """How often each kind of fault fired at each kind of step, and how many steps there were."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[str] = Counter()
+        self.fired: Counter[tuple[str, str]] = Counter()
+
+    def add(self, other: "Table") -> None:
+        """Take in the counts of another run."""
+        self.steps.update(other.steps)
+        self.fired.update(other.fired)
+
+    def never_fired(self) -> list[tuple[str, str]]:
+        """Pairs of fault and step that could have met and never did."""
+        return [
+            (fault, step)
+            for fault, steps in APPLIES.items()
+            for step in steps
+            if self.steps[step] and not self.fired[fault, step]
+        ]
+
+    def rows(self) -> Iterable[tuple[str, ...]]:
+        """The table as text cells, heading first; '-' where a fault does not apply."""
+        kinds = list(APPLIES)
+        yield ("step", "count", *kinds)
+        for step in ANYWHERE:
+            if self.steps[step]:
+                cells = [
+                    str(self.fired[kind, step]) if step in APPLIES[kind] else "-" for kind in kinds
+                ]
+                yield (step, str(self.steps[step]), *cells)

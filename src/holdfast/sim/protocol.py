@@ -1,0 +1,43 @@
+"""What a protocol brings to be simulated: its processes, its invariants, its end.
+
+The processes run production shells on a simulated `Runtime`. Invariants look at what the
+ledger recorded (`observe`, once per transaction) and at what the processes told (`check`,
+after every step); they raise `Violation`.
+"""
+
+import abc
+
+from holdfast.ledger import Batch
+from holdfast.ledger.runtime import Runtime
+
+__all__ = ["Protocol", "Violation"]
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class Protocol(abc.ABC):
+    """One protocol in one simulated world. A new object is made for every schedule."""
+
+    nodes: int = 5
+    """How many processes take part."""
+
+    @abc.abstractmethod
+    async def run(self, runtime: Runtime, name: str) -> None:
+        """One process, from its start; called again when it is restarted."""
+
+    @abc.abstractmethod
+    def observe(self, batch: Batch) -> None:
+        """Look at what one transaction changed; raise `Violation` if it should not have."""
+
+    def check(self) -> None:  # noqa: B027 -- not every protocol has more to look at
+        """Look at everything else after a step."""
+
+    @abc.abstractmethod
+    def settled(self) -> bool:
+        """Whether everything that was to happen has happened.
+
+        When all faults are over and every process runs again, this must come true; if it
+        does not, that is a violation too.
+        """

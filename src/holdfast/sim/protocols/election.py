@@ -1,0 +1,257 @@
+"""Leader election: five processes fight for one counter.
+
+Each process, whenever it leads, adds to a shared counter under its leadership's guard,
+then resigns or leads on. Invariants:
+
+1. tokens only grow: no leadership has a token that an earlier one had;
+2. the counter changes only while the leader's record carries the writer's token;
+3. every addition is counted exactly once: none that was reported as done is missing, and
+   none is there twice, whatever answers were lost.
+
+At the end every process has done its share.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from holdfast.errors import Fenced, LeaseLost, Retriable, UnknownOutcome
+from holdfast.ledger import Batch, Entry, Put, present
+from holdfast.ledger.election import Acquire, Election, Held, Leader, Leadership, Wait
+from holdfast.ledger.records import KEEP, Record, Verdict, load, put, update
+from holdfast.ledger.runtime import Runtime
+from holdfast.sim.protocol import Protocol, Violation
+
+__all__ = ["BROKEN", "SOUND"]
+
+PREFIX = "/runs/sim/election"
+COUNTER = "/runs/sim/counter"
+SHARE = 4
+TTL_S = 10.0
+
+
+class Count(Record, frozen=True, kw_only=True):
+    """The counter, and whose additions are in it."""
+
+    token: int = 0
+    total: int = 0
+    done: dict[str, int] = {}  # noqa: RUF012 -- msgspec copies defaults
+
+
+class ElectionProtocol(Protocol):
+    """The sound protocol. Broken variants override one method each."""
+
+    election: type[Election] = Election
+
+    def __init__(self) -> None:
+        self._last_token = 0
+        self._leader: Leader | None = None
+        self._count = Count()
+        self._reported: dict[str, int] = {}
+
+    # ---- the processes -------------------------------------------------------
+
+    async def run(self, runtime: Runtime, name: str) -> None:
+        """Lead and add until our share is done."""
+        while True:
+            try:
+                stored = await load(runtime.ledger, COUNTER, Count)
+                done = stored.record.done.get(name, 0) if stored else 0
+                if done >= SHARE:
+                    return
+                await self._lead_once(runtime, name, done)
+            except (Fenced, LeaseLost, Retriable, UnknownOutcome):
+                await runtime.sleep(0.2)
+
+    async def _lead_once(self, runtime: Runtime, name: str, done: int) -> None:
+        async with self.election(runtime, PREFIX, name, ttl_s=TTL_S).lead() as leadership:
+            for number in range(done + 1, SHARE + 1):
+                await self.add(runtime, name, number, leadership)
+                self._reported[name] = max(number, self._reported.get(name, 0))
+                await runtime.sleep(runtime.random.random() * 2)
+                if runtime.random.random() < 0.3:
+                    return
+
+    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
+        """Add once; `number` says which addition of ours this is."""
+
+        def decide(count: Count | None) -> Count | Verdict:
+            count = count or Count()
+            if count.done.get(name, 0) >= number:
+                return KEEP
+            return Count(
+                token=leadership.token,
+                total=count.total + 1,
+                done={**count.done, name: number},
+            )
+
+        await update(runtime, COUNTER, Count, decide, guards=[leadership.guard])
+
+    # ---- the invariants ------------------------------------------------------
+
+    def observe(self, batch: Batch) -> None:
+        """Compare what one transaction changed with what was there before."""
+        for event in batch.events:
+            if event.key == f"{PREFIX}/leader":
+                self._see_leader(event.entry)
+        for event in batch.events:
+            if event.key == COUNTER and event.entry is not None:
+                self._see_count(msgspec.json.decode(event.entry.value, type=Count))
+
+    def _see_leader(self, entry: Entry | None) -> None:
+        if entry is None:
+            self._leader = None
+            return
+        leader = msgspec.json.decode(entry.value, type=Leader)
+        if self._leader is not None:
+            raise Violation(f"{leader.holder} took over from {self._leader.holder}, who leads")
+        if leader.token <= self._last_token:
+            raise Violation(f"token {leader.token} was given again to {leader.holder}")
+        self._last_token = leader.token
+        self._leader = leader
+
+    def _see_count(self, count: Count) -> None:
+        if self._leader is None or count.token != self._leader.token:
+            now = "nobody leads" if self._leader is None else f"{self._leader.token} leads"
+            raise Violation(f"token {count.token} changed the counter while {now}")
+        if count.total != self._count.total + 1:
+            raise Violation(f"the counter went from {self._count.total} to {count.total}")
+        if sum(count.done.values()) != count.total:
+            raise Violation(f"{count.total} additions are counted, {count.done} were done")
+        self._count = count
+
+    def check(self) -> None:
+        """Nothing that was reported as done may be missing."""
+        for name, number in self._reported.items():
+            if self._count.done.get(name, 0) < number:
+                raise Violation(f"addition {number} of {name} was reported, but is not there")
+
+    def settled(self) -> bool:
+        """Everybody has done its share."""
+        return len(self._count.done) == self.nodes and all(
+            done >= SHARE for done in self._count.done.values()
+        )
+
+
+# ---- broken on purpose: the simulator must catch every one of these --------------------
+
+
+class _NoFence(ElectionProtocol):
+    """The effect is guarded by belief instead of by comparison."""
+
+    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
+        stored = await load(runtime.ledger, COUNTER, Count)
+        count = stored.record if stored else Count()
+        if count.done.get(name, 0) >= number:
+            return
+        if not leadership.believes():
+            raise Fenced("our lease has ended, by our own clock")
+        fresh = Count(
+            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
+        )
+        await runtime.ledger.txn([], [put(COUNTER, fresh)])
+
+
+class _NoIdentity(ElectionProtocol):
+    """A lost answer is taken for a failure and the addition is made again."""
+
+    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
+        for _ in range(5):
+            stored = await load(runtime.ledger, COUNTER, Count)
+            count = stored.record if stored else Count()
+            fresh = Count(
+                token=leadership.token,
+                total=count.total + 1,
+                done={**count.done, name: number},
+            )
+            try:
+                await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
+            except UnknownOutcome:
+                continue
+            return
+
+
+class _WeakGuard(ElectionProtocol):
+    """The guard asks whether somebody leads, not whether it is still us."""
+
+    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
+        leadership.guard = present(f"{PREFIX}/leader")
+        await super().add(runtime, name, number, leadership)
+
+
+class _Optimist(ElectionProtocol):
+    """A lost answer is taken for a success."""
+
+    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
+        stored = await load(runtime.ledger, COUNTER, Count)
+        count = stored.record if stored else Count()
+        if count.done.get(name, 0) >= number:
+            return
+        fresh = Count(
+            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
+        )
+        with contextlib.suppress(UnknownOutcome):
+            await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
+
+
+class _NoLease(Election):
+    """The leader's record is not bound to a lease: a dead leader leads for ever."""
+
+    _tried = False
+
+    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
+        verdict = super()._decide(entries, lease)
+        if isinstance(verdict, Acquire):
+            self._tried = True
+            unbound = [Put(op.key, op.value) for op in verdict.then if isinstance(op, Put)]
+            return Acquire(verdict.compare, tuple(unbound))
+        if isinstance(verdict, Wait) and verdict.holder == self._name and self._tried:
+            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
+            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
+        return verdict
+
+
+class _BlindAcquire(Election):
+    """The record is written without comparing that nobody leads."""
+
+    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
+        verdict = super()._decide(entries, lease)
+        return Acquire((), verdict.then) if isinstance(verdict, Acquire) else verdict
+
+
+class _OwnToken(Election):
+    """The token is made up from what the candidate remembers, not from the ledger."""
+
+    _given = 0
+
+    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
+        verdict = super()._decide(entries, lease)
+        if isinstance(verdict, Acquire):
+            type(self)._given = self._given + 1
+            own = Leader(holder=self._name, token=self._given // 2 + 1)
+            leader = put(f"{self._prefix}/leader", own, lease=lease)
+            return Acquire(verdict.compare[:1], (leader,))
+        return verdict
+
+
+def _with(election: type[Election]) -> Callable[[], Protocol]:
+    def make() -> Protocol:
+        protocol = ElectionProtocol()
+        protocol.election = type(election.__name__, (election,), {})
+        return protocol
+
+    make.__doc__ = election.__doc__
+    return make
+
+
+SOUND: Callable[[], Protocol] = ElectionProtocol
+BROKEN: dict[str, Callable[[], Protocol]] = {
+    "": _NoFence,
+    "identity": _NoIdentity,
+    "lease": _with(_NoLease),
+    "acquire": _with(_BlindAcquire),
+    "token": _with(_OwnToken),
+    "guard": _WeakGuard,
+    "optimist": _Optimist,
+}

@@ -1,0 +1,88 @@
+"""Playing many schedules, and telling the shortest story of one that broke.
+
+A failing schedule is replayed with fewer and fewer faults until removing any one of
+those that are left makes the failure vanish. The story is the trace of that schedule.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from holdfast.sim.faults import Fault, Table
+from holdfast.sim.protocol import Protocol
+from holdfast.sim.world import World
+
+__all__ = ["Failure", "Summary", "play", "search", "shortest"]
+
+Make = Callable[[], Protocol]
+
+STEPS = 300
+_GC_EVERY = 50
+
+
+class Failure(msgspec.Struct):
+    """A broken promise: the seed that leads to it and the faults that it takes."""
+
+    seed: int
+    violation: str
+    faults: list[Fault]
+    story: list[tuple[float, str, str]] = []
+
+
+class Summary(msgspec.Struct):
+    """What a run over many seeds has shown."""
+
+    schedules: int
+    steps: int
+    table: Table
+    failure: Failure | None
+
+
+def play(make: Make, seed: int, *, steps: int = STEPS) -> tuple[Failure | None, Table]:
+    """Play one schedule."""
+    world = World(make(), seed, steps=steps)
+    violation = world.play()
+    if violation is None:
+        return None, world.table
+    return Failure(seed, str(violation), world.fired), world.table
+
+
+def search(make: Make, seeds: Iterable[int], *, steps: int = STEPS) -> Iterator[Summary]:
+    """Play one schedule after the other until one breaks; yields the state after each."""
+    table = Table()
+    gc.disable()  # the garbage of a schedule is cyclic; collecting it now and then is faster
+    try:
+        for count, seed in enumerate(seeds, 1):
+            failure, counts = play(make, seed, steps=steps)
+            table.add(counts)
+            if count % _GC_EVERY == 0:
+                gc.collect()
+            yield Summary(count, table.steps.total(), table, failure)
+            if failure is not None:
+                return
+    finally:
+        gc.enable()
+
+
+def shortest(make: Make, failure: Failure, *, steps: int = STEPS) -> Failure:
+    """The same failure with no fault in it that could be left out, and its story."""
+
+    def replay(faults: list[Fault]) -> Failure | None:
+        world = World(make(), failure.seed, steps=steps, faults=faults)
+        violation = world.play()
+        return None if violation is None else Failure(failure.seed, str(violation), world.fired)
+
+    current = replay(failure.faults) or failure
+    removed = True
+    while removed:
+        removed = False
+        for fault in current.faults:
+            fewer = replay([other for other in current.faults if other is not fault])
+            if fewer is not None and len(fewer.faults) < len(current.faults):
+                current, removed = fewer, True
+                break
+    world = World(make(), failure.seed, steps=steps, faults=current.faults, trace=True)
+    violation = world.play()
+    assert violation is not None, "a schedule must replay exactly"
+    return Failure(failure.seed, str(violation), world.fired, world.story)

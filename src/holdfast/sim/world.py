@@ -1,0 +1,320 @@
+"""A simulated world: processes, the ledger between them, and the faults that befall them.
+
+Everything that happens is a function of the seed and the list of faults. Each process
+draws its delays from a generator of its own, so leaving a fault out disturbs the others
+as little as possible.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import random
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from holdfast.errors import HoldfastError
+from holdfast.ledger import Batch
+from holdfast.ledger.mvcc import Store
+from holdfast.sim.client import SimLedger
+from holdfast.sim.faults import APPLIES, Fault, Swarm, Table, describe
+from holdfast.sim.loop import OWNER, Owner, VirtualLoop
+from holdfast.sim.protocol import Protocol, Violation
+
+__all__ = ["Node", "World"]
+
+T = TypeVar("T")
+
+_HEALED_S = 600.0
+"""How long a healed world may take until the protocol has settled."""
+_STEPS_MAX = 50_000
+"""A schedule that goes on longer than this runs in circles."""
+_OUTSIDE = contextvars.Context()
+"""The context of what belongs to no process: the network and the ledger."""
+
+
+class Dead(BaseException):
+    """Ends code of a process that no longer exists."""
+
+
+class Node(Owner):
+    """One life of one process: from a start to a crash or to the end."""
+
+    def __init__(self, world: "World", name: str, life: int) -> None:
+        super().__init__()
+        self.world = world
+        self.name = name
+        self.random = random.Random(f"{world.seed} {name} {life}")
+        self.ledger = SimLedger(self)
+        self.cut_until = 0.0
+        self.rate = 1.0
+        self.offset = 0.0
+        self.leases: set[int] = set()
+        self.finished = False
+        self.context = contextvars.Context()
+        self.context.run(OWNER.set, self)
+
+    def is_cut(self) -> bool:
+        """Whether the way to the ledger is cut now."""
+        return self.cut_until > self.world.loop.time()
+
+    def delay_s(self) -> float:
+        """How long one message takes: mostly little, sometimes long."""
+        luck = self.random.random()
+        if luck < 0.7:
+            return 0.001 + luck * 0.01
+        return (luck - 0.7) * (1.0 if luck < 0.95 else 10.0)
+
+    # ---- the Runtime of its shells -------------------------------------------
+
+    def now(self) -> float:
+        """The process's own clock."""
+        return self.offset + self.world.loop.time() * self.rate
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait, by the process's own clock."""
+        await asyncio.sleep(seconds / self.rate)
+        self.world.step(self, "timer")
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
+        """Start a task of this process."""
+        return self.world.loop.create_task(work, name=name)
+
+
+class World:
+    """One schedule: run it with `play`."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        seed: int,
+        *,
+        steps: int = 300,
+        faults: list[Fault] | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.protocol = protocol
+        self.seed = seed
+        self.loop = VirtualLoop()  # type: ignore[abstract]  # it has what its users call
+        self.store = Store()
+        self.table = Table()
+        self.fired: list[Fault] = []
+        self.story: list[tuple[float, str, str]] = []
+        self._steps_max = steps
+        self._steps = 0
+        self._swarm = Swarm(seed) if faults is None else None
+        self._planned = {(fault.node, fault.step): fault for fault in faults or ()}
+        self._node_steps: dict[str, int] = {}
+        self._lives: dict[str, int] = {}
+        self._nodes: dict[str, Node] = {}
+        self._everybody: list[Node] = []
+        self._watchers: list[Callable[[], None]] = []
+        self._seen = self.store.revision
+        self._expiry = 0.0
+        self._healed = False
+        self._trace = trace
+        self._broken: Violation | None = None
+
+    # ---- playing -------------------------------------------------------------
+
+    def play(self) -> Violation | None:
+        """Run the schedule to its end; returns the promise that was broken, if any."""
+        names = [f"n{number}" for number in range(self.protocol.nodes)]
+        try:
+            for name in names:
+                self.later(0.0, self._start, name)
+            self.loop.run(lambda: self._broken is not None or self._steps >= self._steps_max, 1e6)
+            if self._broken is None:
+                self._heal(names)
+                limit_s = self.loop.time() + _HEALED_S
+                self.loop.run(self._over, limit_s)
+            if self._broken is None and not self.protocol.settled():
+                self.fail(
+                    Violation(
+                        f"not settled {_HEALED_S:.0f} s after the last fault: "
+                        "something waits for ever"
+                    )
+                )
+        finally:
+            self._bury()
+        return self._broken
+
+    def _over(self) -> bool:
+        return self._broken is not None or self._steps > _STEPS_MAX or self.protocol.settled()
+
+    def _heal(self, names: list[str]) -> None:
+        self._healed = True
+        self.note("world", "no more faults from here on")
+        for node in self._nodes.values():
+            node.cut_until = 0.0
+        for name in names:
+            self.later(1.0, self._start, name)
+
+    def _bury(self) -> None:
+        """Close what is left of the processes, so that nothing of it runs later."""
+        for node in self._everybody:
+            node.dead = True
+            for task in node.tasks:
+                coroutine = task.get_coro()
+                if coroutine is not None:
+                    _close(coroutine)
+        self.loop.close()
+
+    def later(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
+        """Something that happens outside of every process."""
+        self.loop.call_later(delay_s, act, *args, context=_OUTSIDE)
+
+    def note(self, who: str, what: str) -> None:
+        """A line of the story, kept only when a story is wanted."""
+        if self._trace:
+            self.story.append((self.loop.time(), who, what))
+
+    # ---- processes -----------------------------------------------------------
+
+    def _start(self, name: str) -> None:
+        last = self._nodes.get(name)
+        if last is not None and (last.finished or not last.dead):
+            return
+        life = self._lives[name] = self._lives.get(name, 0) + 1
+        node = self._nodes[name] = Node(self, name, life)
+        self._everybody.append(node)
+        self.note(name, "starts" if life == 1 else f"starts again (life {life})")
+        self.loop.call_soon(self._begin, node, context=node.context)
+
+    def _begin(self, node: Node) -> None:
+        self.step(node, "start")
+        task = node.spawn(self.protocol.run(node, node.name), name=node.name)
+        task.add_done_callback(lambda done: self._ended(node, done))
+
+    def _ended(self, node: Node, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        node.dead = True
+        node.finished = error is None
+        if isinstance(error, HoldfastError):
+            self.note(node.name, f"exits: {type(error).__name__}: {error}")
+            self.later(1.0, self._start, node.name)
+        elif error is not None and not isinstance(error, Dead):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self.fail(
+                Violation(
+                    f"{node.name} failed with {type(error).__name__}: {error} "
+                    f"({where.filename}:{where.lineno})"
+                )
+            )
+
+    def fail(self, violation: Violation) -> None:
+        """End the schedule with this violation, the first one."""
+        if self._broken is None:
+            self._broken = violation
+            self.note("world", f"BROKEN: {violation}")
+
+    # ---- steps and faults ----------------------------------------------------
+
+    def step(self, node: Node, kind: str) -> Fault | None:
+        """Count a step and let its fault happen; call faults are returned to the caller."""
+        if node.dead:
+            raise Dead
+        self.table.steps[kind] += 1
+        self._steps += 1
+        number = self._node_steps[node.name] = self._node_steps.get(node.name, 0) + 1
+        if self._healed:
+            return None
+        if self._swarm is not None:
+            fault = self._swarm.draw(node.name, number, kind)
+        else:
+            fault = self._planned.get((node.name, number))
+        if fault is None:
+            return None
+        return self._befall(node, fault, kind)
+
+    def _befall(self, node: Node, fault: Fault, kind: str) -> Fault | None:
+        if kind not in APPLIES[fault.kind]:
+            return None
+        self.fired.append(fault)
+        self.table.fired[fault.kind, kind] += 1
+        self.note("FAULT", f"{describe(fault)} (at {kind})")
+        now = self.loop.time()
+        match fault.kind:
+            case "crash":
+                node.dead = True
+                if fault.amount >= 0:
+                    self.later(fault.amount, self._start, node.name)
+                raise Dead
+            case "pause":
+                node.paused_until = now + fault.amount
+            case "cut":
+                node.cut_until = now + fault.amount
+            case "expire":
+                for lease in sorted(node.leases):
+                    self.store.revoke(lease)
+                node.leases.clear()
+                self.changed()
+            case "skew":
+                node.rate = fault.amount
+                node.offset = 1000.0 * (fault.amount - 1.0)
+            case _:
+                return fault
+        return None
+
+    # ---- the ledger ----------------------------------------------------------
+
+    def changed(self) -> None:
+        """Show every new transaction to the invariants, then wake the watches."""
+        self._expire_later()
+        if self.store.revision == self._seen:
+            return
+        batches = self.store.changes("/", self._seen + 1)
+        self._seen = self.store.revision
+        try:
+            for batch in batches:
+                if self._trace:
+                    self.note("ledger", _in_words(batch))
+                self.protocol.observe(batch)
+        except Violation as violation:
+            self.fail(violation)
+        for wake in self._watchers:
+            wake()
+
+    def _expire_later(self) -> None:
+        """Leases end on time, also when nobody calls."""
+        deadline = self.store.next_deadline()
+        if deadline is not None and not self.loop.time() < self._expiry <= deadline:
+            self._expiry = deadline
+            self.loop.call_at(deadline, self._on_expiry, context=_OUTSIDE)
+
+    def _on_expiry(self) -> None:
+        self.store.expire(self.loop.time())
+        self.changed()
+
+    def check(self) -> None:
+        """Let the protocol look at its processes after a step."""
+        try:
+            self.protocol.check()
+        except Violation as violation:
+            self.fail(violation)
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after every change."""
+        self._watchers.append(wake)
+
+    def unlisten(self, wake: Callable[[], None]) -> None:
+        """Undo `listen`."""
+        if wake in self._watchers:
+            self._watchers.remove(wake)
+
+
+def _in_words(batch: Batch) -> str:
+    parts = []
+    for event in batch.events:
+        if event.entry is None:
+            parts.append(f"{event.key} deleted")
+        else:
+            lease = f" lease={event.entry.lease}" if event.entry.lease else ""
+            parts.append(f"{event.key} = {event.entry.value.decode(errors='replace')}{lease}")
+    return f"revision {batch.revision}: " + "; ".join(parts)
+
+
+def _close(coroutine: Any) -> None:
+    """End a coroutine of a dead process. Its clean-up code finds that it no longer exists."""
+    with contextlib.suppress(BaseException):
+        coroutine.close()

@@ -1,0 +1,211 @@
+"""Three real etcd members that die, stop and come back under a ledger in use."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from holdfast.errors import Unavailable, UnknownOutcome
+from holdfast.ledger.etcd import EtcdLedger
+from holdfast.ledger.etcd import watch as watch_module
+from holdfast.ledger.types import Batch, Put, absent
+from holdfast.servers import EtcdCluster, EtcdServer
+
+pytestmark = pytest.mark.etcd
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One cluster for all tests here."""
+    with EtcdCluster(3, tmp_path_factory.mktemp("cluster")) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(members: EtcdCluster) -> Iterator[EtcdCluster]:
+    """The cluster with all members up, before and after a test."""
+    yield members
+    for member in members.members:
+        if member.child is None:
+            member.restart(wait=False)
+        else:
+            member.resume()
+    for member in members.members:
+        member.wait_ready()
+
+
+async def up(member: EtcdServer) -> None:
+    """Bring a member back without holding up the event loop."""
+    member.restart(wait=False)
+    await asyncio.to_thread(member.wait_ready)
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Wait for something that this process can only see by looking."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def collect(watch: watch_module.EtcdWatch, into: list[Batch], last: str) -> None:
+    """Follow a watch up to the batch that has the key `last`."""
+    async for batch in watch:
+        into.append(batch)
+        if any(event.key == last for event in batch.events):
+            return
+
+
+class Load:
+    """Writers of unique keys, who note what was acknowledged and what is unknown."""
+
+    def __init__(self, ledger: EtcdLedger, prefix: str) -> None:
+        self.ledger, self.prefix = ledger, prefix
+        self.acknowledged: list[str] = []
+        self.unknown: list[str] = []
+        self.failed: list[str] = []
+        self.done = False
+
+    async def write(self, writer: int) -> None:
+        n = 0
+        while not self.done:
+            n += 1
+            key = f"{self.prefix}{writer}-{n:05}"
+            try:
+                made = await self.ledger.txn([absent(key)], [Put(key, b"%d" % n)])
+            except UnknownOutcome:
+                self.unknown.append(key)
+            except Unavailable:
+                self.failed.append(key)
+            else:
+                assert made.succeeded, f"{key} was written twice"
+                self.acknowledged.append(key)
+
+    async def more(self, count: int) -> None:
+        """Wait until so many more writes have been acknowledged."""
+        target = len(self.acknowledged) + count
+        await until(lambda: len(self.acknowledged) >= target)
+
+
+async def test_members_die_and_no_write_is_lost_and_no_event_is_missed(
+    cluster: EtcdCluster,
+) -> None:
+    """One of three is killed, restarted, then another is killed, under load.
+
+    Every acknowledged write is there, and each watch shows it once and in order; what is
+    unknown is either there and shown, or neither; what failed is neither.
+    """
+    first, second, _ = cluster.members
+    where = cluster.endpoints
+    async with (
+        EtcdLedger(where, timeout_s=2) as ledger,
+        EtcdLedger(where[::-1]) as other,
+        ledger.watch("/load/", start=1) as near,
+        other.watch("/load/", start=1) as far,
+    ):
+        load = Load(ledger, "/load/")
+        shown: tuple[list[Batch], list[Batch]] = ([], [])
+        async with asyncio.timeout(50), asyncio.TaskGroup() as group:
+            for watch, seen in zip((near, far), shown, strict=True):
+                assert isinstance(watch, watch_module.EtcdWatch)
+                group.create_task(collect(watch, seen, "/load/~end"))
+            writers = [group.create_task(load.write(n)) for n in range(4)]
+            await load.more(200)
+            first.kill()
+            await load.more(200)
+            await up(first)
+            await load.more(200)
+            second.kill()
+            await load.more(200)
+            await up(second)
+            cluster.members[2].kill()
+            await load.more(200)
+            load.done = True
+            await asyncio.wait(writers)
+            for _ in range(100):
+                try:
+                    await ledger.txn([], [Put("/load/~end", b"")])
+                    break
+                except (Unavailable, UnknownOutcome):
+                    await asyncio.sleep(0.05)
+        present = {entry.key: entry for entry in (await ledger.range("/load/")).entries}
+
+    assert len(load.acknowledged) >= 1000
+    assert set(load.acknowledged) <= set(present), "an acknowledged write was lost"
+    assert not set(load.failed) & set(present), "a write that 'took no effect' took effect"
+    assert {*present} <= {*load.acknowledged, *load.unknown, "/load/~end"}
+    for seen in shown:
+        revisions = [batch.revision for batch in seen]
+        assert revisions == sorted(set(revisions)), "out of order or repeated"
+        keys = Counter(event.key for batch in seen for event in batch.events)
+        del keys["/load/~end"]
+        assert set(keys) == set(present) - {"/load/~end"}, "the watch and the range differ"
+        assert set(keys.values()) == {1}
+        for batch in seen:
+            for event in batch.events:
+                assert event.entry is not None
+                assert event.entry.mod_revision == batch.revision
+
+
+async def test_the_next_endpoint_takes_over(cluster: EtcdCluster) -> None:
+    """When the endpoint in use dies, calls and the lease go on with another."""
+    async with EtcdLedger(cluster.endpoints) as ledger:
+        lease = await ledger.grant(30)
+        await ledger.txn([], [Put("/over/1", b"", lease.id)])
+        cluster.members[0].kill()
+        began = time.monotonic()
+        assert await ledger.get("/over/1") is not None
+        assert await ledger.keep_alive(lease.id) == 30
+        assert (await ledger.lease_info(lease.id)).keys == ("/over/1",)
+        assert lease.id in await ledger.leases()
+        assert time.monotonic() - began < 5
+        await ledger.revoke(lease.id)
+        assert await ledger.get("/over/1") is None
+
+
+async def test_a_paused_member_hangs_nobody(
+    cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that keeps its connections and says nothing delays reads and watches only."""
+    monkeypatch.setattr(watch_module, "IDLE_S", 0.5)
+    async with EtcdLedger(cluster.endpoints, timeout_s=6) as ledger:
+        start = (await ledger.txn([], [Put("/paused/1", b"")])).revision
+        async with ledger.watch("/paused/", start=start) as watch:
+            assert (await watch.__anext__()).events[0].key == "/paused/1"
+            waiting = asyncio.ensure_future(watch.__anext__())
+            await asyncio.sleep(0)
+            cluster.members[0].pause()
+            began = time.monotonic()
+            assert await ledger.get("/paused/1") is not None
+            assert time.monotonic() - began < 6, "a read took longer than its limit"
+            # Moved away from the silent member: from here on nothing waits for it.
+            began = time.monotonic()
+            made = await ledger.txn([], [Put("/paused/2", b"")])
+            assert time.monotonic() - began < 4
+            async with asyncio.timeout(15):
+                assert (await waiting).revision == made.revision
+            cluster.members[0].resume()
+
+
+async def test_without_a_majority_calls_end_in_time(cluster: EtcdCluster) -> None:
+    """One member of three can promise nothing: every call says so within its limit."""
+    async with EtcdLedger(cluster.endpoints, timeout_s=2) as ledger:
+        await ledger.txn([], [Put("/major", b"1")])
+        cluster.members[0].kill()
+        cluster.members[1].kill()
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=f":{cluster.members[2].port}"):
+            await ledger.get("/major")
+        with pytest.raises((Unavailable, UnknownOutcome)):
+            await ledger.txn([], [Put("/major", b"2")])
+        assert time.monotonic() - began < 5
+        await up(cluster.members[0])
+        async with asyncio.timeout(15):
+            entry = None
+            while entry is None:
+                try:
+                    entry = await ledger.get("/major")
+                except Unavailable:
+                    continue
+        assert entry.value in (b"1", b"2")

@@ -1,0 +1,254 @@
+"""Bad files, bad places, full disks: one clear line each, and nothing damaged."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+import pytest
+
+from holdfast import ledger
+from holdfast.errors import (
+    Compacted,
+    Corrupt,
+    HoldfastError,
+    LeaseLost,
+    Mistake,
+    NoRoom,
+    NotALedger,
+    TooNew,
+)
+from holdfast.ledger import Put, open_sync
+from holdfast.ledger.check import check
+from holdfast.ledger.sqlite import file as ledger_file
+from holdfast.ledger.sqlite import write as ledger_write
+
+
+def _refused(path: Path) -> HoldfastError:
+    """Open what must be refused; the error is one line that names the path."""
+    with pytest.raises(HoldfastError) as caught:
+        open_sync(f"sqlite:///{path}")
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+    return caught.value
+
+
+def test_a_text_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """Somebody's notes are not a ledger."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"shopping list\n" * 100)
+    before = path.read_bytes()
+    assert isinstance(_refused(path), NotALedger)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """An SQLite file that is not ours stays byte for byte as it was."""
+    path = tmp_path / "theirs.db"
+    with sqlite3.connect(path) as theirs:
+        theirs.execute("CREATE TABLE t (x)")
+    theirs.close()
+    before = path.read_bytes()
+    assert isinstance(_refused(path), NotALedger)
+    assert path.read_bytes() == before
+
+
+def test_a_newer_file_is_refused_with_advice(tmp_path: Path) -> None:
+    """A file with a newer schema says: upgrade."""
+    path = tmp_path / "x.db"
+    open_sync(f"sqlite:///{path}").close()
+    connection = apsw.Connection(str(path))
+    connection.pragma("user_version", ledger_file.SCHEMA + 1)
+    connection.close()
+    error = _refused(path)
+    assert isinstance(error, TooNew)
+    assert "upgrade" in str(error)
+
+
+def test_a_folder_and_a_missing_folder(tmp_path: Path) -> None:
+    """The message says what to do."""
+    assert "is a folder" in str(_refused(tmp_path))
+    with pytest.raises(Mistake, match="create it first"):
+        open_sync(f"sqlite:///{tmp_path}/no/such/x.db")
+
+
+def test_a_folder_without_rights(tmp_path: Path) -> None:
+    """No right to write: said in one line. Root needs to give its powers up to see it."""
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    folder.chmod(0o555)
+    code = f"from holdfast.ledger import open_sync; open_sync('sqlite:///{folder}/x.db')"
+    argv = [sys.executable, "-c", code]
+    if os.geteuid() == 0:
+        argv = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *argv]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert "holdfast.errors.Denied: no right to write in" in result.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's locks do not hold there. (The kernel's answer is the only thing made up.)"""
+    monkeypatch.setattr(ledger_file, "file_system_of", lambda _: ("nfs4", "/mnt"))
+    with pytest.raises(Mistake, match="network file system"):
+        open_sync(f"sqlite:///{tmp_path}/x.db")
+
+
+def test_flipped_bytes_are_found(tmp_path: Path) -> None:
+    """Damage inside the file shows as Corrupt or in the check, never as other data."""
+    path = tmp_path / "x.db"
+    with open_sync(f"sqlite:///{path}") as led:
+        for number in range(500):
+            led.txn([], [Put(f"/k/{number}", b"v" * 200)])
+    raw = bytearray(path.read_bytes())
+    for at in range(8192, len(raw), 4096):
+        raw[at : at + 16] = os.urandom(16)
+    path.write_bytes(raw)
+    with pytest.raises(Corrupt):  # noqa: SIM117 -- opening may already find it
+        with open_sync(f"sqlite:///{path}") as led:
+            for number in range(500):
+                led.get(f"/k/{number}")
+            problems, _ = led.run(check(led._ledger))
+            if problems:
+                raise Corrupt(problems[0])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.fail("mounting a small tmpfs needs root: run the tests as root, or in a container")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+async def test_a_full_disk_loses_nothing_and_heals(small_disk: Path) -> None:
+    """NoRoom while it is full, everything acknowledged still there, and on it goes after."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 400_000)
+    async with ledger.open(f"sqlite:///{small_disk}/x.db") as led:
+        written = 0
+        with pytest.raises(NoRoom, match="no room"):
+            for written in range(10_000):
+                await led.txn([], [Put(f"/k/{written:05}", b"v" * 500)])
+        assert written > 10
+        for number in range(written):
+            entry = await led.get(f"/k/{number:05}")
+            assert entry is not None
+            assert entry.value == b"v" * 500
+        with pytest.raises(NoRoom):
+            await led.txn([], [Put("/big", b"v" * 200_000)])
+        ballast.unlink()
+        await led.txn([], [Put("/after", b"")])
+        assert (await check(led))[0] == []
+        assert len((await led.range("/k/")).entries) == written
+        assert await led.get("/big") is None
+
+
+async def test_a_read_only_disk_is_a_clear_error(small_disk: Path) -> None:
+    """A file system that turned read-only (as ext4 does on errors) is said so."""
+    async with ledger.open(f"sqlite:///{small_disk}/x.db"):
+        pass
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(HoldfastError) as caught:
+        await ledger.open(f"sqlite:///{small_disk}/x.db")
+    assert "x.db" in str(caught.value) or "small" in str(caught.value)
+
+
+async def test_leases_of_an_earlier_boot_have_ended(tmp_path: Path) -> None:
+    """After a reboot the clock begins anew: nobody's lease from before counts."""
+    path = tmp_path / "x.db"
+    async with ledger.open(f"sqlite:///{path}") as led:
+        lease = await led.grant(3600)
+        await led.txn([], [Put("/mine", b"", lease.id), Put("/plain", b"")])
+    connection = apsw.Connection(str(path))
+    connection.execute("UPDATE meta SET boot = 'another'")
+    connection.close()
+    async with ledger.open(f"sqlite:///{path}") as led:
+        assert [entry.key for entry in (await led.range("/")).entries] == ["/plain"]
+        with pytest.raises(LeaseLost):
+            await led.keep_alive(lease.id)
+        assert (await led.grant(10)).id > lease.id
+
+
+async def test_history_is_bounded_by_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old history goes by itself; a watch that lags behind hears of it; the file stays small."""
+    monkeypatch.setattr(ledger_write, "HISTORY_BYTES", 1 << 20)
+    path = tmp_path / "x.db"
+    async with ledger.open(f"sqlite:///{path}") as led:
+        for number in range(3000):
+            await led.txn([], [Put("/same", str(number).encode() * 500)])
+        async with led.watch("/", start=2) as watch:
+            with pytest.raises(Compacted):
+                await anext(watch)
+        newest = (await led.range("/")).revision
+        async with led.watch("/", start=newest - 90) as watch:
+            assert (await anext(watch)).revision == newest - 90
+        assert (await check(led))[0] == []
+    assert path.stat().st_size < 12 << 20
+
+
+async def test_the_log_is_folded_while_others_read(tmp_path: Path) -> None:
+    """The write-ahead log does not grow for ever although the ledger is never closed."""
+    path = tmp_path / "x.db"
+    async with (
+        ledger.open(f"sqlite:///{path}") as led,
+        ledger.open(f"sqlite:///{path}") as other,
+        other.watch("/", start=1) as watch,
+    ):
+        seen = 0
+        for number in range(6000):
+            await led.txn([], [Put(f"/k/{number % 10}", b"v" * 300)])
+            if number % 100 == 0:
+                seen = (await anext(watch)).revision
+        async with asyncio.timeout(20):
+            async for batch in watch:
+                assert batch.revision == seen + 1
+                seen = batch.revision
+                if seen == 6001:
+                    break
+        # 6000 transactions write about 80 MB of log.
+        assert path.with_name("x.db-wal").stat().st_size < 30 << 20
+
+
+async def test_full_sync_commits_in_groups(tmp_path: Path) -> None:
+    """With sync=full many concurrent transactions share one wait for the disk."""
+    async with ledger.open(f"sqlite:///{tmp_path}/x.db?sync=full") as led:
+        await asyncio.gather(*(led.txn([], [Put(f"/k/{n}", b"")]) for n in range(300)))
+        entries = (await led.range("/k/")).entries
+        assert len({entry.mod_revision for entry in entries}) == 300
+
+
+def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
+    """SQLite connections do not survive a fork: a clear error instead of a corrupt file."""
+    with open_sync(f"sqlite:///{tmp_path}/x.db") as led:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                led._ledger._opened()  # type: ignore[attr-defined]
+            except Mistake as error:
+                os._exit(0 if "before a fork" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_closed_objects_say_so(tmp_path: Path) -> None:
+    """Using a ledger after close is a mistake with a clear message."""
+
+    async def main() -> None:
+        async with ledger.open(f"sqlite:///{tmp_path}/x.db") as led:
+            pass
+        with pytest.raises(Mistake, match="not open"):
+            await led.get("/a")
+
+    asyncio.run(main())

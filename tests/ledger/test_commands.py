@@ -1,0 +1,195 @@
+"""`holdfast ledger`: what people see and do, through the real command."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import ledger, procs
+from holdfast.ledger import Put, open_sync
+
+HOLDFAST = [sys.executable, "-m", "holdfast"]
+
+
+def _run(*args: str, code: int = 0) -> str:
+    """Run the command; on failure its complaint is one line."""
+    result = subprocess.run([*HOLDFAST, *args], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    if code:
+        assert result.stderr.startswith("holdfast: ") or result.stderr.startswith("Usage")
+        assert "Traceback" not in result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A ledger with a few entries, one of them leased."""
+    url = f"sqlite:///{tmp_path}/x.db"
+    with open_sync(url) as led:
+        lease = led.grant(3600)
+        led.txn([], [Put("/runs/a/1", b'{"n":1}'), Put("/runs/a/2", b"\xff\xfe")])
+        led.txn([], [Put("/runs/b", b"mine", lease.id)])
+    return url
+
+
+def test_ls_and_get(url: str) -> None:
+    assert _run("ledger", "ls", url).splitlines() == ["/runs/a/1", "/runs/a/2", "/runs/b"]
+    assert _run("ledger", "ls", url, "/runs/a/").splitlines() == ["/runs/a/1", "/runs/a/2"]
+    assert "lease 1" in _run("ledger", "ls", "-l", url)
+    rows = [json.loads(line) for line in _run("ledger", "ls", "--json", url).splitlines()]
+    assert rows[0]["value"] == '{"n":1}'
+    assert _run("ledger", "get", url, "/runs/a/1") == '{"n":1}\n'
+    assert json.loads(_run("ledger", "get", "--json", url, "/runs/b"))["lease"] == 1
+
+
+def test_complaints_are_one_line_with_a_meaningful_code(url: str, tmp_path: Path) -> None:
+    assert "there is no key /nope" in _run("ledger", "get", url, "/nope", code=4)
+    assert "there is no ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/y.db", code=2)
+    assert not (tmp_path / "y.db").exists(), "looking does not create"
+    assert "is not a ledger URL" in _run("ledger", "ls", "nonsense", code=2)
+    (tmp_path / "junk").write_bytes(b"junk" * 1000)
+    assert "not a Holdfast ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/junk", code=6)
+    (port,) = procs.free_ports(1)
+    away = f"etcd://127.0.0.1:{port}?timeout=1"
+    assert str(port) in _run("ledger", "ls", away, code=3)
+
+
+def test_watch_follows_another_process(url: str, tmp_path: Path) -> None:
+    """One shell watches, another writes: the audit record and then the write itself."""
+    log = tmp_path / "watch.log"
+    watch = [*HOLDFAST, "ledger", "watch", url, "--json", "--count", "2"]
+    with procs.spawn(watch, log=log) as child:
+        child.wait_until(lambda: "watching" in log.read_text())
+        _run("ledger", "put", url, "/runs/c", "hello", "--reason", "a test")
+        assert child.process.wait(30) == 0
+    heading, audit, write = log.read_text().splitlines()
+    assert heading.startswith("watching / of sqlite:///")
+    assert json.loads(audit)["key"].startswith("/holdfast/audit/")
+    assert json.loads(write)["key"] == "/runs/c"
+    assert json.loads(write)["entry"]["value"] == "hello"
+
+
+def test_break_lease_is_recorded_before_it_happens(url: str) -> None:
+    """Who, when, why and which keys are in the ledger; the keys are gone."""
+    out = _run("ledger", "break-lease", url, "1", "--reason", "node is on fire", "--yes")
+    where = out.split()[-1]
+    record = json.loads(_run("ledger", "get", url, where))
+    assert record["reason"] == "node is on fire"
+    assert record["keys"] == ["/runs/b"]
+    assert record["action"] == "break-lease"
+    assert record["user"]
+    assert "there is no key" in _run("ledger", "get", url, "/runs/b", code=4)
+    assert _run("ledger", "leases", url) == ""
+    assert "has ended" in _run("ledger", "break-lease", url, "1", "--reason", "x", code=4)
+
+
+def test_break_lease_asks_and_needs_a_reason(url: str) -> None:
+    assert "--reason" in _run("ledger", "break-lease", url, "1", code=2)
+    result = subprocess.run(
+        [*HOLDFAST, "ledger", "break-lease", url, "1", "--reason", "x"],
+        input="n\n",
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 130
+    assert json.loads(_run("ledger", "leases", "--json", url))["keys"] == ["/runs/b"]
+
+
+def test_backup_and_restore(url: str, tmp_path: Path) -> None:
+    """Everything but what was leased comes back; a damaged backup is refused whole."""
+    file = tmp_path / "x.backup"
+    assert "3 entries" in _run("ledger", "backup", url, str(file))
+    assert "--force" in _run("ledger", "backup", url, str(file), code=2)
+    copy = f"sqlite:///{tmp_path}/copy.db"
+    assert "2 entries" in _run("ledger", "restore", str(file), copy)
+    assert _run("ledger", "ls", copy).splitlines() == ["/runs/a/1", "/runs/a/2"]
+    assert "not empty" in _run("ledger", "restore", str(file), copy, code=2)
+    whole = file.read_bytes()
+    for damaged in (whole[:-10], whole.replace(b"runs", b"ruins", 1)):
+        bad = tmp_path / "bad.backup"
+        bad.write_bytes(damaged)
+        other = f"sqlite:///{tmp_path}/other.db"
+        assert "not a whole backup" in _run("ledger", "restore", str(bad), other, code=6)
+        assert not (tmp_path / "other.db").exists()
+
+
+def test_an_interrupted_restore_shows_and_is_finished(url: str, tmp_path: Path) -> None:
+    """Killed half-way: `check` says so, and the same command again completes it."""
+    with open_sync(url) as led:
+        for number in range(300):
+            led.txn([], [Put(f"/many/{number:03}", b"x")])
+    file = tmp_path / "x.backup"
+    _run("ledger", "backup", url, str(file))
+    copy = f"sqlite:///{tmp_path}/copy.db"
+    result = subprocess.run(
+        [*HOLDFAST, "ledger", "restore", str(file), copy],
+        env={"HOLDFAST_FAULTS": "ledger.sqlite.after_commit:kill@3", "PATH": ""},
+        check=False,
+    )
+    assert result.returncode == -9
+    checked = subprocess.run([*HOLDFAST, "ledger", "check", copy], capture_output=True, text=True)
+    assert checked.returncode == 1
+    assert "a restore was interrupted" in checked.stdout
+    _run("ledger", "restore", str(file), copy)
+    assert "0 problems" in _run("ledger", "check", copy)
+    assert len(_run("ledger", "ls", copy).splitlines()) == 302
+
+
+def test_check_and_compact(url: str) -> None:
+    assert "3 entries checked, 0 problems" in _run("ledger", "check", url)
+    with open_sync(url) as led:
+        for number in range(50):
+            led.txn([], [Put("/n", str(number).encode())])
+    assert "is forgotten" in _run("ledger", "compact", url, "--keep", "10")
+    assert "0 problems" in _run("ledger", "check", url)
+    assert "nothing to forget" in _run("ledger", "compact", url, "--keep", "1000", code=3)
+
+
+def test_check_finds_damage(url: str, tmp_path: Path) -> None:
+    """An entry changed behind the ledger's back does not go unnoticed."""
+    import apsw
+
+    connection = apsw.Connection(str(tmp_path / "x.db"))
+    connection.execute("UPDATE entry SET value = x'00' WHERE key = '/runs/a/1'")
+    connection.close()
+    result = subprocess.run([*HOLDFAST, "ledger", "check", url], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "differ from the last change" in result.stdout
+
+
+def test_help_and_version() -> None:
+    """Help is worth reading on every level; the version is printed."""
+    assert "holdfast, version" in _run("--version")
+    for args in ((), ("ledger",), ("ledger", "break-lease"), ("sim",), ("chaos",), ("doctor",)):
+        text = _run(*args, "--help")
+        assert len(text.splitlines()) > 8
+    assert "No such command" in _run("legder", code=2)
+
+
+def test_sim_command() -> None:
+    """Sound: exit 0. Broken: exit 1, a story, and a seed that replays it."""
+    assert "election: ok: 20 schedules" in _run("sim", "election", "--seeds", "20")
+    result = subprocess.run(
+        [*HOLDFAST, "sim", "election-broken", "--seeds", "1000"], capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "BROKEN" in result.stdout
+    replay = result.stdout.splitlines()[-1].removeprefix("Replay it: holdfast ").split()
+    again = subprocess.run([*HOLDFAST, *replay], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert again.stdout.splitlines()[-2] in result.stdout
+    assert "there is no protocol" in _run("sim", "nothing", code=2)
+
+
+def test_faults_are_listed() -> None:
+    assert "ledger.sqlite.after_commit" in _run("faults")
+
+
+def test_ledger_api_is_what_init_says() -> None:
+    """Every public name is there, sorted the way people read them."""
+    for name in ledger.__all__:
+        assert hasattr(ledger, name)
+    assert asyncio.iscoroutinefunction(ledger.update)

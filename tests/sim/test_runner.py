@@ -1,0 +1,121 @@
+"""The simulator: it replays exactly, finds what is broken, and tells the shortest story."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.ledger import election, records
+from holdfast.sim import protocols
+from holdfast.sim.faults import APPLIES, Fault, Table
+from holdfast.sim.protocol import Protocol
+from holdfast.sim.protocols import election as simulated
+from holdfast.sim.runner import Failure, play, search, shortest
+from holdfast.sim.world import World
+
+TELL = """
+import sys
+from holdfast.sim.protocols import find
+from holdfast.sim.world import World
+world = World(find(sys.argv[1])(), int(sys.argv[2]), trace=True)
+print(world.play())
+for line in world.story:
+    print(line)
+"""
+
+
+def _caught(make: Callable[[], Protocol], seeds: int = 1000) -> Failure:
+    for summary in search(make, range(seeds)):
+        if summary.failure is not None:
+            return summary.failure
+    raise AssertionError(f"not caught within {seeds} seeds")
+
+
+@pytest.mark.parametrize("seed", [0, 7, 123456789])
+def test_a_seed_is_the_same_story_in_every_process(seed: int) -> None:
+    """Nothing but the seed decides: not the hash seed, not the memory layout, not time."""
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", TELL, "election", str(seed)],
+            env={"PYTHONHASHSEED": hash_seed, "PATH": ""},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for hash_seed in ("0", "1", "4242")
+    }
+    assert len(told) == 1
+    assert len(told.pop().splitlines()) > 20
+
+
+def test_the_sound_protocol_holds() -> None:
+    """A hundred schedules here; thousands in `make test-long`."""
+    for summary in search(protocols.find("election"), range(100)):
+        assert summary.failure is None, summary.failure
+    assert summary.steps > 100 * 300
+
+
+@pytest.mark.parametrize("name", protocols.broken_names("election"))
+def test_every_broken_variant_is_caught_and_shrunk(name: str) -> None:
+    """Caught within 1,000 seeds; of its faults none can be left out."""
+    make = protocols.find(name)
+    failure = _caught(make)
+    again, _ = play(make, failure.seed)
+    assert again is not None
+    assert again.violation == failure.violation, "the seed replays it exactly"
+    short = shortest(make, failure)
+    assert short.story[-1][2].startswith("BROKEN")
+    for fault in short.faults:
+        fewer = [other for other in short.faults if other is not fault]
+        world = World(make(), failure.seed, faults=fewer)
+        assert world.play() is None, f"{fault} could have been left out"
+
+
+def test_the_simulation_runs_production_code() -> None:
+    """Not a copy: renaming a production function breaks the simulation's import."""
+    assert simulated.ElectionProtocol.election is election.Election
+    assert vars(simulated)["update"] is records.update
+    rename = (
+        "import holdfast.ledger.election as e; del e.Election\n"
+        "import holdfast.sim.protocols.election"
+    )
+    result = subprocess.run([sys.executable, "-c", rename], capture_output=True, text=True)
+    assert "ImportError" in result.stderr
+
+
+def test_a_fault_that_never_fired_is_found() -> None:
+    """The table names every pair of fault and step that could have met and did not."""
+    table = Table()
+    table.steps["txn.sent"] = 10
+    assert set(table.never_fired()) == {
+        (kind, "txn.sent") for kind, steps in APPLIES.items() if "txn.sent" in steps
+    }
+    for kind in APPLIES:
+        table.fired[kind, "txn.sent"] = 1
+    assert table.never_fired() == []
+
+
+def test_every_fault_fires_at_every_kind_of_step() -> None:
+    """300 schedules are enough for each fault to meet each kind of step."""
+    for summary in search(protocols.find("election"), range(300)):
+        assert summary.failure is None
+    assert summary.table.never_fired() == []
+
+
+def test_without_faults_nothing_goes_wrong_in_broken_protocols_that_need_one() -> None:
+    """The violation comes from the fault, not from the simulation: no fault, no failure."""
+    for name in ("election-broken", "election-broken-lease", "election-broken-optimist"):
+        for seed in range(20):
+            assert World(protocols.find(name)(), seed, faults=[]).play() is None
+
+
+def test_planned_faults_happen_where_they_are_planned() -> None:
+    """A list of faults is carried out as written, and nothing else."""
+    fault = Fault("n2", 9, "pause", 70.0)
+    world = World(protocols.find("election")(), 1, faults=[fault], trace=True)
+    assert world.play() is None
+    assert world.fired == [fault]
+    assert [what for _, who, what in world.story if who == "FAULT"] == [
+        next(what for _, who, what in world.story if "hangs for 70.0 s" in what)
+    ]

@@ -1,0 +1,443 @@
+"""Fault points: they cost nothing when off, and hit exactly where and when they should."""
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast import events, faults
+from holdfast.errors import MissingPackage, Mistake, NoRoom, Unavailable
+from holdfast.faults import Clause, FaultFired, Hits, Plan
+from holdfast.procs import Child, die_with_parent, spawn
+
+SRC = str(Path(holdfast.__file__).parents[1])
+HERE = faults.declare("test.here", "where the tests fail")
+THERE = faults.declare("test.there", "where they fail next")
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    faults.disarm()
+    events.unconfigure()
+
+
+# ---- plans -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clauses"),
+    [
+        ("", ()),
+        (" ; ;", ()),
+        ("a.b:kill", (Clause("a.b", "kill"),)),
+        ("a.b:kill@3", (Clause("a.b", "kill", first=3),)),
+        ("a.b:stop@2+", (Clause("a.b", "stop", first=2, onward=True),)),
+        ("a.b:delay=0.5@1+", (Clause("a.b", "delay", "0.5", onward=True),)),
+        ("a.b:raise=Unavailable", (Clause("a.b", "raise", "Unavailable"),)),
+        ("a.b:raise=OSError(ENOSPC)@9", (Clause("a.b", "raise", "OSError(ENOSPC)", 9),)),
+        (
+            " weights.publish.after_rename:kill@3 ; ledger.txn:delay=1e-1 ",
+            (Clause("weights.publish.after_rename", "kill", "", 3),
+             Clause("ledger.txn", "delay", "1e-1")),
+        ),
+    ],
+)  # fmt: skip
+def test_plans_are_understood(text: str, clauses: tuple[Clause, ...]) -> None:
+    """A plan is read, and its text reads the same again."""
+    plan = faults.parse(text)
+    assert plan == Plan(clauses)
+    assert faults.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kill",
+        "a.b",
+        "a.b:",
+        "a.b:explode",
+        "a.b:kill=3",
+        "a.b:kill@",
+        "a.b:kill@0",
+        "a.b:kill@-1",
+        "a.b:kill@x",
+        "a.b:kill@99999999999999",
+        "a.b:kill@1++",
+        "a.b:delay",
+        "a.b:delay=soon",
+        "a.b:delay=nan",
+        "a.b:delay=-1",
+        "a.b:delay=1e9",
+        "a.b:raise",
+        "a.b:raise=KeyboardInterrupt",
+        "a.b:raise=ClassVar",
+        "a.b:raise=BatchFailed",
+        "a.b:raise=OSError(ENONSENSE)",
+        "a.b:raise=OSError(errorcode)",
+        "A.B:kill",
+        "ab:kill",
+        "a..b:kill",
+        "a.b:kill,c.d:kill",
+        "a.b:kill;c.d",
+        ";".join(["a.b:kill"] * 101),
+    ],
+)
+def test_bad_plans_are_one_mistake(text: str) -> None:
+    """What is not understood is refused as a whole, and nothing is armed."""
+    with pytest.raises(Mistake):
+        faults.arm(text)
+    faults.point("a.b")
+    assert faults.hits() == {}
+
+
+@given(
+    st.text(max_size=40) | st.from_regex(r"a\.b:(kill|delay|raise)(=.*)?(@.*)?", fullmatch=True)
+)
+def test_any_text_is_a_plan_or_a_mistake(text: str) -> None:
+    """No text raises anything but `Mistake`."""
+    try:
+        plan = faults.parse(text)
+    except Mistake:
+        return
+    assert faults.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("clause", "firing"),
+    [("@1", {1}), ("@3", {3}), ("@1+", {1, 2, 3, 4, 5}), ("@4+", {4, 5}), ("", {1})],
+)
+def test_the_nth_hit(clause: str, firing: set[int]) -> None:
+    """`@n` fires at exactly the n-th hit, `@n+` from there on."""
+    faults.arm(f"test.here:raise=Unavailable{clause}")
+    fired = set()
+    for hit in range(1, 6):
+        faults.point(THERE)
+        try:
+            faults.point(HERE)
+        except Unavailable as error:
+            assert "test.here" in str(error)  # noqa: PT017 -- it does not always fire
+            fired.add(hit)
+    assert fired == firing
+    assert faults.hits() == {"test.here": Hits(5, len(firing))}
+
+
+def test_errors_that_are_raised() -> None:
+    """Errors of Holdfast and of the system, as the real ones look."""
+    faults.arm("test.here:raise=NoRoom;test.there:raise=OSError(ENOSPC)")
+    with pytest.raises(NoRoom):
+        faults.point(HERE)
+    with pytest.raises(OSError, match="No space left") as caught:
+        faults.point(THERE)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_arming_and_disarming() -> None:
+    """A new plan replaces the old one and counts from 0; without a plan nothing counts."""
+    faults.arm("test.here:raise=Unavailable@2")
+    faults.point(HERE)
+    faults.arm("test.here:raise=Unavailable@2")
+    faults.point(HERE)
+    with pytest.raises(Unavailable):
+        faults.point(HERE)
+    faults.disarm()
+    faults.point(HERE)
+    assert faults.hits() == {"test.here": Hits(2, 1)}
+    faults.arm("")
+    faults.point(HERE)
+    assert faults.hits() == {}
+
+
+def test_several_clauses_for_one_point() -> None:
+    """They count the same hits and act in their order."""
+    faults.arm("test.here:delay=0@1+;test.here:raise=Unavailable@2;test.here:raise=NoRoom@3")
+    faults.point(HERE)
+    with pytest.raises(Unavailable):
+        faults.point(HERE)
+    with pytest.raises(NoRoom):
+        faults.point(HERE)
+    assert faults.hits()[HERE] == Hits(3, 3)
+
+
+def test_threads_count_together() -> None:
+    """Of many hits at the same time exactly one is the n-th."""
+    faults.arm("test.here:raise=Unavailable@1500")
+    fired: list[str] = []
+
+    def work() -> None:
+        for _ in range(500):
+            try:
+                faults.point(HERE)
+            except Unavailable:
+                fired.append(threading.current_thread().name)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(fired) == 1
+    assert faults.hits()[HERE] == Hits(3000, 1)
+
+
+def test_a_point_that_is_off_costs_next_to_nothing() -> None:
+    """Far below a microsecond; the bound is wide because the machine may be busy."""
+    point = faults.point
+    best = min(timeit.repeat(lambda: point(HERE), number=10_000, repeat=5)) / 10_000
+    assert best < 1e-6
+
+
+# ---- delays ----------------------------------------------------------------------------
+
+
+def test_a_delay_blocks() -> None:
+    """`point` waits as long as the plan says."""
+    faults.arm("test.here:delay=0.05")
+    took = timeit.timeit(lambda: faults.point(HERE), number=1)
+    assert took >= 0.05
+
+
+async def test_an_awaited_delay_lets_others_run() -> None:
+    """`apoint` awaits: meanwhile the loop works, with the sleep that is given."""
+    faults.arm("test.here:delay=7@1+;test.there:raise=Unavailable")
+    asked: list[float] = []
+    asleep, going = asyncio.Event(), asyncio.Event()
+
+    async def sleep(s: float) -> None:
+        asked.append(s)
+        asleep.set()
+        await going.wait()
+
+    task = asyncio.ensure_future(faults.apoint(HERE, sleep))
+    await asyncio.wait_for(asleep.wait(), 5)
+    assert (asked, task.done()) == ([7.0], False)
+    going.set()
+    await asyncio.wait_for(task, 5)
+    with pytest.raises(Unavailable):
+        await faults.apoint(THERE)
+    faults.disarm()
+    await faults.apoint(HERE)
+
+
+# ---- declared points -------------------------------------------------------------------
+
+
+def test_declaring() -> None:
+    """A point is declared once; the same again is the same, another text is a mistake."""
+    assert faults.declare("test.here", "where the tests fail") == HERE
+    with pytest.raises(Mistake, match="twice"):
+        faults.declare("test.here", "somewhere else")
+    for name in ("here", "Test.here", "test.here:kill", "test.", ""):
+        with pytest.raises(Mistake, match="named like"):
+            faults.declare(name, "x")
+
+
+def test_the_catalogue_and_check() -> None:
+    """The catalogue prints every point; `check` finds names that are not in it."""
+    lines = [line.split(maxsplit=1) for line in str(faults.catalogue()).splitlines()]
+    assert ["test.here", "where the tests fail"] in lines
+    faults.check("test.here:kill;test.there:stop")
+    with pytest.raises(Mistake, match=r"no fault point test\.hree: did you mean test\.here"):
+        faults.check("test.hree:kill")
+    with pytest.raises(Mistake, match="catalogue"):
+        faults.check("zzz.qqq:kill")
+    faults.arm("not.yet.declared:raise=Unavailable")  # arming does not ask
+
+
+def test_the_catalogue_imports_what_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of all depths are imported; a missing optional package is told, not fatal."""
+    package = tmp_path / "holdfast_catalogue_test"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("raise SystemExit(3)")
+    (package / "optional.py").write_text("import no_such_package_here.inner")
+    (package / "told.py").write_text(
+        "from holdfast.errors import MissingPackage\nraise MissingPackage('install colours')"
+    )
+    (package / "inner" / "__init__.py").touch()
+    (package / "inner" / "deep.py").write_text(
+        "from holdfast import faults\nfaults.declare('test.deep.point', 'deep down')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = __import__(package.name)
+    monkeypatch.setattr(faults, "holdfast", module)
+    try:
+        found = faults.catalogue()
+        assert found.points["test.deep.point"] == "deep down"
+        assert found.skipped == {
+            "holdfast_catalogue_test.optional": "needs no_such_package_here",
+            "holdfast_catalogue_test.told": "install colours",
+        }
+        assert "(holdfast_catalogue_test.told not looked at: install colours)" in str(found)
+        (package / "broken.py").write_text(f"from {package.name}.inner import nothing")
+        with pytest.raises(ImportError, match="nothing"):
+            faults.catalogue()
+    finally:
+        faults._declared.pop("test.deep.point", None)
+        for name in [name for name in sys.modules if name.startswith(package.name)]:
+            del sys.modules[name]
+    assert issubclass(MissingPackage, Mistake)
+
+
+# ---- firings are told first ------------------------------------------------------------
+
+
+def test_a_firing_is_an_event_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both say point, action and hit, and are written although the point then raises."""
+    monkeypatch.setenv("HOLDFAST_FAULTS_LOG", str(tmp_path / "faults"))
+    events.configure(tmp_path / "events", "tester")
+    faults.arm("test.here:raise=Unavailable@2+")
+    faults.point(HERE)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            faults.point(HERE)
+    told = [event for event in events.read(tmp_path / "events") if isinstance(event, FaultFired)]
+    assert [(one.point, one.action, one.hit) for one in told] == [
+        ("test.here", "raise", 2),
+        ("test.here", "raise", 3),
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "faults").read_text().splitlines()]
+    assert [(one["point"], one["hit"], one["pid"]) for one in lines] == [
+        ("test.here", 2, os.getpid()),
+        ("test.here", 3, os.getpid()),
+    ]
+    monkeypatch.setenv("HOLDFAST_FAULTS_LOG", str(tmp_path / "no" / "faults"))
+    with pytest.raises(Mistake, match="HOLDFAST_FAULTS_LOG"):
+        faults.point(HERE)
+
+
+# ---- real processes --------------------------------------------------------------------
+
+_WORKER = """
+import os, sys, threading
+from pathlib import Path
+from holdfast import events, faults
+
+HERE = faults.declare("test.here", "where the tests fail")
+events.configure(Path(sys.argv[1]), "worker")
+
+def work():
+    for n in range(1, 6):
+        os.write(1, str(n).encode())
+        faults.point(HERE)
+
+idle = threading.Event()
+threading.Thread(target=idle.wait, daemon=True).start()
+if sys.argv[2] == "thread":
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+else:
+    work()
+os.write(1, b".")
+"""
+
+
+def worker(tmp_path: Path, plan: str, where: str = "main") -> Child:
+    return spawn(
+        [sys.executable, "-c", _WORKER, str(tmp_path / "events"), where],
+        env={
+            "PYTHONPATH": SRC,
+            "HOLDFAST_FAULTS": plan,
+            "HOLDFAST_FAULTS_LOG": str(tmp_path / "faults"),
+        },
+        stdout=subprocess.PIPE,
+    )
+
+
+def said(child: Child, count: int) -> bytes:
+    """What the child has said, `count` bytes or up to its end."""
+    assert child.process.stdout is not None
+    return child.process.stdout.read(count)
+
+
+def fired(tmp_path: Path) -> list[tuple[str, str, int]]:
+    """The firings, as the event log and the firing log agree on them."""
+    told = [
+        (event.point, event.action, event.hit)
+        for event in events.read(tmp_path / "events")
+        if isinstance(event, FaultFired)
+    ]
+    log = tmp_path / "faults"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    assert told == [(one["point"], one["action"], one["hit"]) for one in lines]
+    return told
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+@pytest.mark.parametrize("hit", [1, 3, 5])
+def test_a_process_is_killed_at_the_nth_hit(tmp_path: Path, hit: int, where: str) -> None:
+    """It dies by SIGKILL before anything behind the point happens, and has told."""
+    with worker(tmp_path, f"test.here:kill@{hit}", where) as child:
+        assert said(child, 99) == b"12345"[:hit]
+        assert child.process.wait(10) == -signal.SIGKILL
+        assert child.process.stdout is not None
+        child.process.stdout.close()
+    assert fired(tmp_path) == [("test.here", "kill", hit)]
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_process_is_stopped_at_the_nth_hit(tmp_path: Path, where: str) -> None:
+    """It stops right at the point, and goes on when it is continued."""
+    with worker(tmp_path, "test.here:stop@3", where) as child:
+        assert said(child, 3) == b"123"
+        pid, status = os.waitpid(child.pid, os.WUNTRACED)  # returns when it has stopped
+        assert (pid, os.WIFSTOPPED(status)) == (child.pid, True)
+        assert fired(tmp_path) == [("test.here", "stop", 3)]
+        os.kill(child.pid, signal.SIGCONT)
+        assert said(child, 99) == b"45."
+        assert child.process.wait(10) == 0
+        assert child.process.stdout is not None
+        child.process.stdout.close()
+
+
+def test_a_process_with_another_plan_is_left_alone(tmp_path: Path) -> None:
+    """Points that the plan does not name, or hits that never come, do nothing."""
+    with worker(tmp_path, "test.there:kill;test.here:kill@6") as child:
+        assert said(child, 99) == b"12345."
+        assert child.process.wait(10) == 0
+        assert child.process.stdout is not None
+        child.process.stdout.close()
+    assert fired(tmp_path) == []
+
+
+def test_a_bad_plan_in_the_environment_is_one_mistake(tmp_path: Path) -> None:
+    """The process ends at once and says which clause it does not understand."""
+    log = tmp_path / "out"
+    with spawn(
+        [sys.executable, "-c", "import holdfast.faults"],
+        env={"PYTHONPATH": SRC, "HOLDFAST_FAULTS": "test.here:explode"},
+        log=log,
+    ) as child:
+        assert child.process.wait(20) == 1
+    assert "Mistake: fault clause 'test.here:explode': 'explode' is not one of" in log.read_text()
+
+
+def test_a_forked_child_counts_for_itself() -> None:
+    """Hits of the parent do not count in the child."""
+    faults.arm("test.here:kill@2")
+    faults.point(HERE)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            die_with_parent(parent)
+            faults.point(HERE)
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -1,0 +1,185 @@
+"""Children of holdfast.procs: they die with their parent, and nobody else is hurt."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
+from holdfast.procs import free_ports, spawn
+
+PYTHON = sys.executable
+SLEEP = [PYTHON, "-c", "import time; time.sleep(600)"]
+
+
+def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[stat.rindex(")") + 2] not in "ZX"
+
+
+def number_in(path: Path) -> int:
+    until(lambda: path.exists() and path.read_text().endswith("\n"))
+    return int(path.read_text())
+
+
+def test_a_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """SIGKILL of a parent, which runs no clean-up at all, ends the child as well."""
+    pid_file = tmp_path / "pid"
+    script = (
+        "import time; from holdfast.procs import spawn\n"
+        f"child = spawn({SLEEP!r})\n"
+        f"open({str(pid_file)!r}, 'w').write(f'{{child.pid}}\\n')\n"
+        "time.sleep(600)"
+    )
+    with spawn([PYTHON, "-c", script]) as parent:
+        pid = number_in(pid_file)
+        assert running(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+        until(lambda: not running(pid))
+
+
+def test_a_child_dies_with_the_thread_that_started_it() -> None:
+    """The bond is to the thread: documented, and easy to forget."""
+    children = []
+    leave = threading.Event()
+
+    def work() -> None:
+        children.append(spawn(SLEEP))
+        leave.wait(20)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(lambda: bool(children))
+    with children[0] as child:
+        assert child.alive()
+        leave.set()
+        thread.join()
+        assert child.wait(20) == -signal.SIGKILL
+
+
+def test_kill_group_ends_grandchildren_too(tmp_path: Path) -> None:
+    """Whatever the child started is in its group and ends with it, also when the child
+    itself has ended before."""
+    pid_file = tmp_path / "pid"
+    script = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen({SLEEP!r})\n"
+        f"open({str(pid_file)!r}, 'w').write(f'{{child.pid}}\\n')\n"
+        "child.returncode = 0  # leaves it behind, without a warning\n"
+    )
+    with spawn([PYTHON, "-c", script]) as child:
+        pid = number_in(pid_file)
+        assert child.wait(20) == 0
+        assert not child.alive()
+        assert running(pid)
+    until(lambda: not running(pid))
+
+
+def test_an_ended_child_keeps_its_pid_until_its_group_is_killed() -> None:
+    """Asking and waiting do not collect the child: its pid cannot be given to another
+    process that a later signal would hit."""
+    child = spawn([PYTHON, "-c", ""])
+    assert child.wait(20) == 0
+    assert not child.alive()
+    assert Path(f"/proc/{child.pid}").exists()
+    child.signal(signal.SIGKILL)  # does nothing
+    child.kill_group()
+    assert not Path(f"/proc/{child.pid}").exists()
+    child.kill_group()  # twice does no harm, and signals nobody
+    assert child.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_wait_returns_the_exit_code(script: str, code: int) -> None:
+    """As subprocess has it: the code, or minus the signal."""
+    with spawn([PYTHON, "-c", script]) as child:
+        assert child.wait(20) == code
+        assert child.stop() == code
+
+
+def test_wait_is_bounded() -> None:
+    """A child that does not end does not hold its parent for ever."""
+    with spawn(SLEEP) as child, pytest.raises(TimedOut, match="still runs"):
+        child.wait(0.05)
+
+
+def test_stop_asks_first_and_then_insists(tmp_path: Path) -> None:
+    """SIGTERM gets its chance; a child that ignores it is killed after the grace."""
+    polite = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); "
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); "
+    for script, code in ((polite, 3), (stubborn, -signal.SIGKILL)):
+        ready = tmp_path / f"ready{code}"
+        body = script + f"open({str(ready)!r}, 'w').close(); time.sleep(600)"
+        with spawn([PYTHON, "-c", body]) as child:
+            child.wait_until(ready.exists)
+            assert child.stop(grace_s=20.0 if code == 3 else 0.1) == code
+
+
+def test_wait_until_tells_what_the_child_said(tmp_path: Path) -> None:
+    """A server that dies at start is reported at once, with the end of its log."""
+    log = tmp_path / "folder" / "log"
+    with (
+        spawn([PYTHON, "-c", "print('no such disk'); raise SystemExit(4)"], log=log) as child,
+        pytest.raises(Unavailable, match=r"code 4 .*no such disk"),
+    ):
+        child.wait_until(lambda: False)
+
+
+def test_wait_until_is_bounded() -> None:
+    """A server that never gets ready is an error, not a hang."""
+    with spawn(SLEEP, name="sleeper") as child, pytest.raises(TimedOut, match="sleeper"):
+        child.wait_until(lambda: False, timeout_s=0.05)
+
+
+def test_a_missing_program_is_named_with_its_package() -> None:
+    """The error says what to install."""
+    with pytest.raises(MissingPackage, match=r"no-such-program.*install the package thing"):
+        spawn(["no-such-program"], package="thing")
+
+
+def test_a_missing_folder_is_not_called_a_missing_program(tmp_path: Path) -> None:
+    """Both are FileNotFoundError to Python, and have different remedies."""
+    with pytest.raises(Mistake, match="no such folder"):
+        spawn(SLEEP, cwd=tmp_path / "nowhere")
+
+
+def test_environment_is_added_and_output_is_piped() -> None:
+    """`env` adds to our own environment; a pipe can be read and is closed at the end."""
+    script = "import os; print(os.environ['EXTRA'], 'PATH' in os.environ)"
+    with spawn([PYTHON, "-c", script], env={"EXTRA": "here"}, stdout=subprocess.PIPE) as child:
+        assert child.process.stdout is not None
+        assert child.process.stdout.read() == b"here True\n"
+    assert child.process.stdout.closed
+
+
+def test_free_ports_are_distinct_and_free() -> None:
+    """All can be bound afterwards, and none is given twice."""
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))

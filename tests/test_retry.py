@@ -1,0 +1,824 @@
+"""The retry policy: bounds, verified retry, subset retry. Sync and async alike.
+
+Time is virtual throughout, so that the waits which are asserted are exact.
+"""
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import (
+    BatchFailed,
+    Fenced,
+    Gone,
+    HoldfastError,
+    Mistake,
+    NotFound,
+    Unavailable,
+    UnknownOutcome,
+)
+from holdfast.retry import FRESH_S, Attempt, Partial, Policy, delay_s
+
+STEADY = Policy(attempts=5, base_s=2.0, factor=2.0, max_s=8.0, jitter=0.0, deadline_s=100.0)
+
+
+class Blocking:
+    """Virtual time for synchronous calls: a wait moves it and returns."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.time = 1000.0
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, s: float) -> Any:
+        self.waits.append(s)
+        self.time += s
+
+
+class Virtual(Blocking):
+    """Virtual time for asynchronous calls: it moves when nobody has anything else to do."""
+
+    _IDLE_PASSES = 20
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    async def sleep(self, s: float) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.time + s, next(self._order), woken))
+        await woken
+        self.waits.append(s)  # a wait that was cancelled, such as a time limit, is none
+
+    async def _pump(self) -> None:
+        while True:
+            for _ in range(self._IDLE_PASSES):
+                await asyncio.sleep(0)
+            if self._sleepers:
+                due, _, woken = heapq.heappop(self._sleepers)
+                if not woken.done():
+                    self.time = max(self.time, due)
+                    woken.set_result(None)
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        async def main() -> Any:
+            pump = asyncio.ensure_future(self._pump())
+            try:
+                return await work
+            finally:
+                pump.cancel()
+
+        return asyncio.run(main())
+
+
+class World:
+    """One way of calling: `call` and `subset` with plain functions, whatever the kind."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        self.asynchronous = kind == "async"
+        self.clock = Virtual(seed) if self.asynchronous else Blocking(seed)
+        self.heard: list[Attempt] = []
+
+    @property
+    def verdicts(self) -> list[str]:
+        return [one.verdict for one in self.heard]
+
+    def _how(self, how: dict[str, Any]) -> dict[str, Any]:
+        how = {"clock": self.clock, "on_attempt": self.heard.append, **how}
+        if self.asynchronous and "verify" in how:
+            verify = how["verify"]
+
+            async def averify(error: Exception, attempt: int) -> Any:
+                await asyncio.sleep(0)
+                return verify(error, attempt)
+
+            how["verify"] = averify
+        return how
+
+    def call(self, policy: Policy, fn: Callable[[], Any], **how: Any) -> Any:
+        if not isinstance(self.clock, Virtual):
+            return policy.call(fn, **self._how(how))
+
+        async def afn() -> Any:
+            await asyncio.sleep(0)
+            return fn()
+
+        return self.clock.run(policy.acall(afn, **self._how(how)))
+
+    def subset(self, policy: Policy, keys: Any, fn: Callable[[list[str]], Any], **how: Any) -> Any:
+        if not isinstance(self.clock, Virtual):
+            return policy.subset(keys, fn, **self._how(how))
+
+        async def afn(pending: list[str]) -> Any:
+            await asyncio.sleep(0)
+            return fn(pending)
+
+        return self.clock.run(policy.asubset(keys, afn, **self._how(how)))
+
+
+@pytest.fixture(params=["sync", "async"])
+def world(request: pytest.FixtureRequest) -> World:
+    return World(request.param)
+
+
+class Failing:
+    """Raises the given errors one after another, then returns "done"."""
+
+    def __init__(self, *errors: BaseException, took_s: float = 0.0, clock: Any = None) -> None:
+        self.errors = list(errors)
+        self.calls = 0
+        self.took_s, self.clock = took_s, clock
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.clock is not None:
+            self.clock.time += self.took_s
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def down(count: int) -> list[Unavailable]:
+    return [Unavailable(f"down {i}") for i in range(1, count + 1)]
+
+
+# ---- the pure delay ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "failures", "unit", "expected"),
+    [
+        (Policy(base_s=0.1, factor=2, max_s=5, jitter=0), 1, 0.9, 0.1),
+        (Policy(base_s=0.1, factor=2, max_s=5, jitter=0), 2, 0.9, 0.2),
+        (Policy(base_s=0.1, factor=2, max_s=5, jitter=0), 6, 0.9, 3.2),
+        (Policy(base_s=0.1, factor=2, max_s=5, jitter=0), 7, 0.9, 5.0),
+        (Policy(base_s=0.1, factor=2, max_s=5, jitter=0), 10_000, 0.9, 5.0),
+        (Policy(base_s=1, factor=1, max_s=5, jitter=0), 9, 0.9, 1.0),
+        (Policy(base_s=1, factor=2, max_s=5, jitter=0.5), 1, 0.0, 1.0),
+        (Policy(base_s=1, factor=2, max_s=5, jitter=0.5), 1, 1.0, 0.5),
+        (Policy(base_s=1, factor=2, max_s=5, jitter=1.0), 2, 1.0, 0.0),
+        (Policy(base_s=0, factor=2, max_s=5, jitter=0.5), 10_000, 0.5, 0.0),
+        (Policy(base_s=0, factor=2, max_s=0), 1, 0.5, 0.0),
+    ],
+)
+def test_delay_table(policy: Policy, failures: int, unit: float, expected: float) -> None:
+    """The wait grows by the factor, stops at max_s, and jitter only makes it shorter."""
+    assert delay_s(policy, failures, unit) == pytest.approx(expected)
+
+
+policies = st.builds(
+    Policy,
+    attempts=st.integers(1, 20),
+    max_s=st.floats(1.0, 100.0),
+    base_s=st.floats(0.0, 1.0),
+    factor=st.floats(1.0, 10.0),
+    jitter=st.floats(0.0, 1.0),
+    deadline_s=st.floats(0.0, 300.0),
+)
+
+
+@given(policies, st.integers(1, 10_000), st.floats(0.0, 1.0))
+def test_delay_stays_within_the_jitter(policy: Policy, failures: int, unit: float) -> None:
+    """A delay lies between (1 - jitter) of the full wait and the full wait, below max_s."""
+    full = delay_s(policy, failures, 0.0)
+    delay = delay_s(policy, failures, unit)
+    assert 0.0 <= full <= policy.max_s
+    assert full * (1.0 - policy.jitter) - 1e-9 <= delay <= full
+
+
+@given(
+    policies,
+    st.sampled_from(["sync", "async"]),
+    st.integers(0, 25),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.5, 7.0]),
+    st.none() | st.floats(0.0, 400.0),
+)
+def test_bounds_hold_for_every_policy(
+    policy: Policy, kind: str, failures: int, seed: int, took_s: float, wish: float | None
+) -> None:
+    """Never more attempts than allowed; no wait ends, no attempt begins past the deadline."""
+    world = World(kind, seed)
+    begin = world.clock.time
+    began: list[float] = []
+    errors = down(failures)
+    if wish is not None and errors:
+        errors[0].retry_after_s = wish
+    fn = Failing(*errors, took_s=took_s, clock=world.clock)
+
+    def watched() -> str:
+        began.append(world.clock.time)
+        return fn()
+
+    try:
+        assert world.call(policy, watched) == "done"
+        assert fn.calls == failures + 1
+    except Unavailable as error:
+        assert error.attempt == fn.calls  # noqa: PT017 -- it may also succeed
+        assert world.heard[-1].verdict in ("exhausted", "deadline")
+        assert (fn.calls == policy.attempts) == (world.heard[-1].verdict == "exhausted")
+    assert fn.calls <= policy.attempts
+    assert all(at <= begin + policy.deadline_s + 1e-9 for at in began)
+    assert sum(world.clock.waits) <= policy.deadline_s + 1e-9
+    own = [wait for wait in world.clock.waits if wish is None or abs(wait - wish) > 1e-9]
+    assert all(wait <= policy.max_s for wait in own)
+
+
+@pytest.mark.parametrize(
+    ("given_", "word"),
+    [
+        ({"attempts": 0}, "attempts"),
+        ({"attempts": 10_001}, "attempts"),
+        ({"attempts": 2.5}, "attempts"),
+        ({"attempts": True}, "attempts"),
+        ({"base_s": -1.0}, "base_s"),
+        ({"base_s": 6.0}, "base_s"),
+        ({"base_s": float("nan")}, "base_s"),
+        ({"factor": 0.5}, "factor"),
+        ({"factor": float("inf")}, "factor"),
+        ({"max_s": float("inf")}, "max_s"),
+        ({"max_s": "5"}, "max_s"),
+        ({"jitter": 1.5}, "jitter"),
+        ({"jitter": False}, "jitter"),
+        ({"deadline_s": float("inf")}, "deadline_s"),
+        ({"deadline_s": -0.1}, "deadline_s"),
+    ],
+)
+def test_a_bad_policy_is_refused(given_: dict[str, Any], word: str) -> None:
+    """Every number has bounds, and the error names the number."""
+    with pytest.raises(Mistake, match=word):
+        Policy(**given_)
+
+
+# ---- plain retry -------------------------------------------------------------------
+
+
+def test_success_at_once_asks_nobody_and_tells_nothing(world: World) -> None:
+    """Without a failure nobody waits, nobody is asked, nothing is told."""
+    authority = Authority(world, True)
+    assert world.call(STEADY, lambda: 7, verify=authority) == 7
+    assert (world.clock.waits, authority.asked, world.heard) == ([], [], [])
+
+
+def test_recovers_and_tells_every_decision(world: World) -> None:
+    """The hook sees each failure with its wait, and the recovery."""
+    errors = down(2)
+    assert world.call(STEADY, Failing(*errors)) == "done"
+    assert world.clock.waits == [2.0, 4.0]
+    assert world.heard == [
+        Attempt(1, 5, 2.0, errors[0], "retry"),
+        Attempt(2, 5, 4.0, errors[1], "retry"),
+        Attempt(3, 5, 0.0, None, "recovered"),
+    ]
+
+
+def test_exhausted_raises_the_last_error_itself(world: World) -> None:
+    """The very object that was raised last comes out, with its attempt and a note."""
+    errors = down(9)
+    last = errors[4]
+    with pytest.raises(Unavailable) as caught:
+        world.call(STEADY, Failing(*errors))
+    assert caught.value is last
+    assert last.attempt == 5
+    assert last.__notes__ == ["retry: attempt 5 of 5: exhausted"]
+    assert last.__cause__ is None
+    assert last.__context__ is None
+    assert world.verdicts == ["retry"] * 4 + ["exhausted"]
+
+
+@pytest.mark.parametrize("error", [Fenced("x"), UnknownOutcome("x"), ValueError("x"), Gone("x")])
+def test_only_retriable_errors_are_tried_again(world: World, error: Exception) -> None:
+    """By default anything that is not `Retriable` passes at once, `UnknownOutcome` too."""
+    fn = Failing(error)
+    with pytest.raises(type(error)) as caught:
+        world.call(STEADY, fn)
+    assert caught.value is error
+    assert (fn.calls, world.clock.waits, world.verdicts) == (1, [], ["permanent"])
+
+
+@pytest.mark.parametrize(
+    ("on", "error", "again"),
+    [
+        (ValueError, ValueError("x"), True),
+        ((ValueError, KeyError), KeyError("x"), True),
+        (ValueError, Unavailable("x"), False),
+        (HoldfastError, Unavailable("x"), True),
+        (HoldfastError, UnknownOutcome("x"), False),
+        (Exception, UnknownOutcome("x"), False),
+        ((), Unavailable("x"), False),
+        ((HoldfastError, UnknownOutcome), UnknownOutcome("x"), True),
+        (lambda error: "again" in str(error), ValueError("again"), True),
+        (lambda error: "again" in str(error), Unavailable("no"), False),
+    ],
+)
+def test_what_is_tried_again_can_be_chosen(
+    world: World, on: Any, error: Exception, again: bool
+) -> None:
+    """Classes or a function decide; a broad class never covers `UnknownOutcome`."""
+    fn = Failing(error)
+    if again:
+        assert world.call(STEADY, fn, on=on) == "done"
+    else:
+        with pytest.raises(type(error)):
+            world.call(STEADY, fn, on=on)
+    assert fn.calls == 1 + again
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()])
+def test_interruptions_pass(error: BaseException) -> None:
+    """What is not an Exception is never caught, whatever `on` says."""
+    fn = Failing(error)
+    with pytest.raises(type(error)):
+        Policy(base_s=0.0).call(fn, on=lambda _: True)
+    assert fn.calls == 1
+
+
+async def test_cancelling_ends_a_wait_at_once() -> None:
+    """A cancelled caller is out of its wait, and the call is not made again."""
+    fn = Failing(*down(9))
+    waiting = asyncio.Event()
+
+    async def afn() -> str:
+        return fn()
+
+    policy = Policy(base_s=60.0, max_s=60.0, deadline_s=600.0)
+    task = asyncio.ensure_future(policy.acall(afn, on_attempt=lambda _: waiting.set()))
+    await asyncio.wait_for(waiting.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert fn.calls == 1
+
+
+def test_no_wait_that_would_pass_the_deadline(world: World) -> None:
+    """The wait that would end too late is not begun: the error comes at once."""
+    policy = Policy(attempts=9, base_s=2.0, factor=2.0, max_s=60.0, jitter=0.0, deadline_s=7.0)
+    fn = Failing(*down(9))
+    with pytest.raises(Unavailable, match="down 3") as caught:
+        world.call(policy, fn)
+    assert world.clock.waits == [2.0, 4.0]
+    assert world.heard[-1].verdict == "deadline"
+    assert world.heard[-1].delay_s == 8.0
+    assert caught.value.__notes__ == ["retry: attempt 3 of 9: deadline"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "wait"),
+    [(5, 5.0), (0.5, 2.0), (-3.0, 2.0), (float("nan"), 2.0), (float("inf"), 2.0), ("7", 2.0)],
+)
+def test_the_other_side_may_ask_for_a_longer_wait(world: World, wish: Any, wait: float) -> None:
+    """`retry_after_s` makes the wait longer, never shorter; nonsense is not heard."""
+    error = Unavailable("busy")
+    error.retry_after_s = wish
+    assert world.call(STEADY, Failing(error)) == "done"
+    assert world.clock.waits == [wait]
+
+
+def test_a_wish_beyond_the_deadline_ends_it(world: World) -> None:
+    """Coming back earlier than asked is pointless, later is not allowed: give up at once."""
+    error = Unavailable("busy")
+    error.retry_after_s = 3600.0
+    with pytest.raises(Unavailable):
+        world.call(STEADY, Failing(error))
+    assert world.clock.waits == []
+
+
+def test_an_asynchronous_function_is_refused_by_call() -> None:
+    """A coroutine is not taken for a value, nor a coroutine's truth for a yes."""
+
+    async def afn() -> int:
+        return 1
+
+    async def yes(error: Exception, attempt: int) -> bool:
+        return True
+
+    with pytest.raises(Mistake, match="acall"):
+        _ = STEADY.call(afn)
+    fn = Failing(*down(1))
+    with pytest.raises(Unavailable) as caught:
+        STEADY.call(fn, verify=yes, clock=Blocking())
+    assert fn.calls == 1
+    assert "acall" in caught.value.__notes__[0]
+    with pytest.raises(TypeError):
+        STEADY.call(fn, vreify=yes)  # type: ignore[call-arg]
+
+
+def test_real_time_works_too() -> None:
+    """With no clock given, both kinds wait in real time."""
+    policy = Policy(base_s=0.001)
+    assert policy.call(Failing(*down(2))) == "done"
+
+    fn = Failing(*down(2))
+
+    async def afn() -> str:
+        return fn()
+
+    async def yes(error: Exception, attempt: int) -> bool:
+        return True
+
+    assert asyncio.run(policy.acall(afn, verify=yes)) == "done"
+
+
+# ---- verified retry ----------------------------------------------------------------
+
+
+class Authority:
+    """A control plane that knows whether the job runs, and notes when it was asked."""
+
+    def __init__(self, world: World, *answers: Any) -> None:
+        self.world, self.answers = world, list(answers)
+        self.asked: list[tuple[float, int]] = []
+
+    def __call__(self, error: Exception, attempt: int) -> Any:
+        self.asked.append((self.world.clock.time - 1000.0, attempt))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def lost(count: int) -> list[NotFound]:
+    return [NotFound(f"404 {i}") for i in range(1, count + 1)]
+
+
+def test_verified_recovers_while_running(world: World) -> None:
+    """A 404 is retried while the authority says that the job runs."""
+    authority = Authority(world, True)
+    fn = Failing(*lost(2))
+    assert world.call(STEADY, fn, on=NotFound, verify=authority) == "done"
+    # Asked at the failure (0, 2) and, the answers being old by then, before sending (2, 6).
+    assert authority.asked == [(0.0, 1), (2.0, 1), (2.0, 2), (6.0, 2)]
+
+
+def test_verified_asks_once_when_the_answer_is_still_fresh(world: World) -> None:
+    """After a short wait the first answer still counts."""
+    policy = Policy(base_s=FRESH_S, factor=1.0, max_s=FRESH_S, jitter=0.0)
+    authority = Authority(world, True)
+    assert world.call(policy, Failing(*lost(2)), on=NotFound, verify=authority) == "done"
+    assert authority.asked == [(0.0, 1), (FRESH_S, 2)]
+
+
+def test_verified_fails_fast_when_gone(world: World) -> None:
+    """A no raises the original at once: no wait, no second call."""
+    fn, error = Failing(*(errors := lost(9))), errors[0]
+    with pytest.raises(NotFound) as caught:
+        world.call(STEADY, fn, on=NotFound, verify=Authority(world, False))
+    assert caught.value is error
+    assert (fn.calls, world.clock.waits, world.verdicts) == (1, [], ["refused"])
+    assert "the authority says" in error.__notes__[0]
+
+
+def test_verified_fails_when_gone_during_the_wait(world: World) -> None:
+    """The answer is fresh: what was deleted during the wait is not called again."""
+    fn = Failing(*lost(9))
+    authority = Authority(world, True, False)
+    with pytest.raises(NotFound, match="404 1"):
+        world.call(STEADY, fn, on=NotFound, verify=authority)
+    assert (fn.calls, world.clock.waits) == (1, [2.0])
+    assert world.verdicts == ["retry", "refused"]
+
+
+def test_verified_keeps_the_original_when_the_authority_fails(world: World) -> None:
+    """The authority's own error is told in a note and does not take the place."""
+    fn, error = Failing(*(errors := lost(9))), errors[0]
+    with pytest.raises(NotFound) as caught:
+        world.call(STEADY, fn, on=NotFound, verify=Authority(world, OSError("no route")))
+    assert caught.value is error
+    assert (fn.calls, world.clock.waits, world.verdicts) == (1, [], ["unverified"])
+    assert "OSError: no route" in error.__notes__[0]
+    assert error.__context__ is None
+
+
+@pytest.mark.parametrize("answer", [None, "RUNNING", 1, 0])
+def test_verified_takes_only_true_for_a_yes(world: World, answer: Any) -> None:
+    """An answer that is neither True nor False is no permission."""
+    fn = Failing(*lost(9))
+    with pytest.raises(NotFound):
+        world.call(STEADY, fn, on=NotFound, verify=Authority(world, answer))
+    assert (fn.calls, world.verdicts) == (1, ["unverified"])
+
+
+def test_verified_exhausts(world: World) -> None:
+    """While the job runs and the 404 stays, the budget is spent and the last 404 raised."""
+    fn, authority = Failing(*lost(9)), Authority(world, True)
+    with pytest.raises(NotFound, match="404 5") as caught:
+        world.call(STEADY, fn, on=NotFound, verify=authority)
+    assert (fn.calls, caught.value.attempt) == (5, 5)
+    assert world.clock.waits == [2.0, 4.0, 8.0, 8.0]
+    assert max(attempt for _, attempt in authority.asked) == 4  # nothing left to ask for
+
+
+def test_verified_lets_other_errors_pass(world: World) -> None:
+    """What is not covered by `on` passes at once, and nobody is asked."""
+    authority = Authority(world, True)
+    with pytest.raises(ValueError):
+        world.call(STEADY, Failing(ValueError()), on=NotFound, verify=authority)
+    assert authority.asked == []
+
+
+def test_asking_uses_up_the_wait(world: World) -> None:
+    """The wait counts from the failure, so that a slow authority does not add to it."""
+
+    def slow(error: Exception, attempt: int) -> bool:
+        world.clock.time += 0.75
+        return True
+
+    assert world.call(STEADY, Failing(*lost(1)), on=NotFound, verify=slow) == "done"
+    assert world.clock.waits == [1.25]
+
+
+def test_a_slow_authority_cannot_stretch_the_deadline(world: World) -> None:
+    """An answer that comes after the deadline sends nothing."""
+
+    def slow(error: Exception, attempt: int) -> bool:
+        world.clock.time += 1000.0
+        return True
+
+    fn = Failing(*lost(9))
+    with pytest.raises(NotFound, match="404 1"):
+        world.call(STEADY, fn, on=NotFound, verify=slow)
+    assert (fn.calls, world.verdicts) == (1, ["retry", "deadline"])
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_silence_of_the_authority_raises_the_original(stubborn: bool) -> None:
+    """No answer within the limit: the original error, even if the asking will not end."""
+    clock, fn, errors = Virtual(), Failing(*(e := lost(9))), e
+    release = asyncio.Event()
+
+    async def afn() -> str:
+        return fn()
+
+    async def silent(error: Exception, attempt: int) -> bool:
+        try:
+            await release.wait()
+        except asyncio.CancelledError:
+            if not stubborn:
+                raise
+            await asyncio.wait_for(release.wait(), 5)
+        raise AssertionError("an answer that nobody waits for")
+
+    async def main() -> None:
+        with pytest.raises(NotFound) as caught:
+            await STEADY.acall(afn, on=NotFound, verify=silent, verify_timeout_s=3.0, clock=clock)
+        assert caught.value is errors[0]
+        assert "no answer within 3 s" in errors[0].__notes__[0]
+        release.set()
+        await asyncio.sleep(0)
+
+    clock.run(main())
+    assert (fn.calls, clock.time) == (1, 1003.0)
+
+
+def test_the_authority_has_no_longer_than_the_deadline() -> None:
+    """What is left until the deadline bounds the asking, too."""
+    clock, fn = Virtual(), Failing(*lost(9))
+    policy = Policy(base_s=0.5, jitter=0.0, deadline_s=2.0)
+
+    async def afn() -> str:
+        return fn()
+
+    async def silent(error: Exception, attempt: int) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    with pytest.raises(NotFound):
+        clock.run(policy.acall(afn, on=NotFound, verify=silent, clock=clock))
+    assert clock.time == 1002.0
+
+
+async def test_cancelling_while_the_authority_is_asked() -> None:
+    """A cancelled caller is out at once, and the asking is cancelled with it."""
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def afn() -> str:
+        raise NotFound("404")
+
+    async def silent(error: Exception, attempt: int) -> bool:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return True
+
+    task = asyncio.ensure_future(STEADY.acall(afn, on=NotFound, verify=silent))
+    await asyncio.wait_for(asked.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(ended.wait(), 5)
+
+
+# ---- subset retry ------------------------------------------------------------------
+
+
+class Store:
+    """Answers from a script: for each key, what it gives on the 1st, 2nd, ... asking."""
+
+    def __init__(self, script: Mapping[str, list[Any]]) -> None:
+        self.script = {key: list(outcomes) for key, outcomes in script.items()}
+        self.asked: list[list[str]] = []
+
+    def __call__(self, pending: list[str]) -> dict[str, Any]:
+        self.asked.append(list(pending))
+        answer = {}
+        for key in reversed(pending):  # the order of the answer does not matter
+            outcome = self.script[key].pop(0) if self.script[key] else "late"
+            if outcome is not ...:
+                answer[key] = outcome
+        return answer
+
+
+def test_subset_sends_only_failed_keys_again(world: World) -> None:
+    """Keys that have a value are not asked for again; the order of the keys stays."""
+    store = Store({"a": [1], "b": [Unavailable("x"), 2], "c": [3], "d": [..., ..., None]})
+    got = world.subset(STEADY, ["d", "b", "c", "a"], store)
+    assert list(got.items()) == [("d", None), ("b", 2), ("c", 3), ("a", 1)]
+    assert store.asked == [["d", "b", "c", "a"], ["d", "b"], ["d"]]
+    assert world.verdicts == ["retry", "retry", "recovered"]
+
+
+def test_subset_does_not_try_permanent_failures_again(world: World) -> None:
+    """A permanent failure stays one while the other keys go on."""
+    gone = Gone("deleted")
+    store = Store({"a": [gone], "b": [Unavailable("x"), Unavailable("y"), 2]})
+    with pytest.raises(BatchFailed) as caught:
+        world.subset(STEADY, ["a", "b"], store)
+    assert isinstance(caught.value, BatchFailed)
+    assert caught.value.failures == {"a": gone}
+    assert caught.value.values == {"b": 2}
+    assert str(caught.value) == "1 of 2 keys failed: 'a': Gone: deleted"
+    assert store.asked == [["a", "b"], ["b"], ["b"]]
+    assert world.verdicts == ["retry", "retry", "permanent"]
+
+
+def test_subset_that_is_exhausted_names_keys_and_reasons(world: World) -> None:
+    """The message names ten keys and counts the rest; the error has every one of them."""
+    keys = [f"k{i:02}" for i in range(25)]
+    store = Store({key: [Unavailable(f"no {key}")] * 9 for key in keys} | {"k07": [7]})
+    with pytest.raises(BatchFailed) as caught:
+        world.subset(STEADY, keys, store)
+    error = caught.value
+    assert isinstance(error, BatchFailed)
+    assert list(error.failures) == [key for key in keys if key != "k07"]
+    assert error.values == {"k07": 7}
+    assert str(error).startswith("24 of 25 keys failed: 'k00': Unavailable: no k00, 'k01': ")
+    assert str(error).endswith("'k10': Unavailable: no k10 and 14 more")
+    assert error.attempt == 5
+    assert error.__notes__ == ["retry: attempt 5 of 5: exhausted"]
+    assert error.__cause__ is None
+    assert error.__context__ is None
+
+
+def test_subset_message_is_bounded(world: World) -> None:
+    """Long keys and long reasons are cut."""
+    keys = [f"{i}" * 5000 for i in range(10, 40)]
+    with pytest.raises(BatchFailed) as caught:
+        world.subset(STEADY, keys, lambda pending: {k: Gone("y" * 10_000) for k in pending})
+    assert len(str(caught.value)) < 10 * 2 * 210 + 100
+
+
+def test_subset_partial_gives_what_there_is(world: World) -> None:
+    """With `partial`, values and failures come back and nothing is raised."""
+    gone, away = Gone("deleted"), Unavailable("away")
+    store = Store({"a": [gone], "b": [away] * 9, "c": [3]})
+    assert world.subset(STEADY, ["c", "b", "a"], store, partial=True) == Partial(
+        values={"c": 3}, failures={"b": away, "a": gone}
+    )
+    assert world.subset(STEADY, ["x"], lambda p: {"x": 1}, partial=True) == Partial({"x": 1}, {})
+
+
+def test_subset_never_drops_a_key(world: World) -> None:
+    """A key the answer says nothing about has failed, and says so."""
+    store = Store({"a": [1], "b": [...] * 9})
+    with pytest.raises(BatchFailed) as caught:
+        world.subset(STEADY, ["a", "b"], store)
+    assert isinstance(caught.value.failures["b"], Unavailable)
+    assert caught.value.failures["b"].key == "b"
+    assert len(store.asked) == 5
+
+
+def test_subset_call_that_raises_counts_for_all_its_keys(world: World) -> None:
+    """A retriable error of the call is one for each pending key, and none that was got."""
+    raising = [None, Unavailable("cut off"), None]
+    store = Store({"a": [1], "b": [Unavailable("x"), 2], "c": [Unavailable("x"), 3]})
+
+    def call(pending: list[str]) -> dict[str, Any]:
+        error = raising.pop(0)
+        if error is not None:
+            store.asked.append(list(pending))
+            raise error
+        return store(pending)
+
+    assert world.subset(STEADY, ["a", "b", "c"], call) == {"a": 1, "b": 2, "c": 3}
+    assert store.asked == [["a", "b", "c"], ["b", "c"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("error", [Fenced("stop"), UnknownOutcome("?"), TypeError("bug")])
+@pytest.mark.parametrize("partial", [False, True])
+def test_subset_call_that_raises_otherwise_passes(
+    world: World, error: Exception, partial: bool
+) -> None:
+    """What is no matter of a key is raised as it is, also with `partial`."""
+
+    def call(pending: list[str]) -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        world.subset(STEADY, ["a", "b"], call, partial=partial)
+    assert caught.value is error
+    assert error.__notes__[0] == "retry: the call was for a, b"
+
+
+@pytest.mark.parametrize(
+    ("keys", "answer", "word"),
+    [
+        (["a"], {"a": 1, "z": 2}, "nobody asked for: z"),
+        (["a"], {"a": 1, 5: 2}, "nobody asked for: 5"),
+        (["a"], [1], "mapping"),
+        (["a"], None, "mapping"),
+        ("abc", {}, "several keys"),
+        ([b"a"], {}, "a key is text"),
+    ],
+)
+def test_subset_mistakes(world: World, keys: Any, answer: Any, word: str) -> None:
+    """A wrong answer or wrong keys are mistakes, at once."""
+    with pytest.raises(Mistake, match=word):
+        world.subset(STEADY, keys, lambda _: answer)
+    assert world.clock.waits == []
+
+
+def test_subset_of_nothing_and_of_duplicates(world: World) -> None:
+    """No keys: no call. A key given twice is asked for once."""
+    store = Store({"a": [1], "b": [2]})
+    assert world.subset(STEADY, [], store) == {}
+    assert world.subset(STEADY, iter("baba"), store) == {"b": 2, "a": 1}
+    assert store.asked == [["b", "a"]]
+
+
+def test_subset_hears_the_longest_wish(world: World) -> None:
+    """The longest `retry_after_s` of the keys that go again decides."""
+    slow, gone = Unavailable("slow"), Gone("x")
+    slow.retry_after_s = 6.0
+    gone.retry_after_s = 50.0
+    store = Store({"a": [Unavailable("x"), 1], "b": [slow, 2], "c": [gone]})
+    got = world.subset(STEADY, ["a", "b", "c"], store, partial=True)
+    assert got.values == {"a": 1, "b": 2}
+    assert world.clock.waits == [6.0]
+
+
+def test_subset_can_be_verified(world: World) -> None:
+    """The authority is asked about the whole batch, and its no ends it with what there is."""
+    store = Store({"a": [1], "b": [Unavailable("x")] * 9})
+    with pytest.raises(BatchFailed) as caught:
+        world.subset(STEADY, ["a", "b"], store, verify=Authority(world, False))
+    assert caught.value.values == {"a": 1}
+    assert len(store.asked) == 1
+    assert world.verdicts == ["refused"]
+
+
+def test_subset_lets_a_collected_cancellation_pass(world: World) -> None:
+    """A CancelledError that was gathered as an outcome is not taken for a value."""
+    with pytest.raises(asyncio.CancelledError):
+        world.subset(STEADY, ["a"], lambda _: {"a": asyncio.CancelledError()})
+
+
+@given(
+    st.sampled_from(["sync", "async"]),
+    st.dictionaries(
+        st.text("abcdef", min_size=1, max_size=3),
+        st.lists(st.sampled_from(["ok", "away", "gone", "missing"]), max_size=7),
+        max_size=8,
+    ),
+    st.integers(1, 5),
+)
+def test_subset_against_a_model(kind: str, script: dict[str, list[str]], attempts: int) -> None:
+    """Every key ends as exactly what its own script says, whatever the others do."""
+    outcomes: dict[str, Any] = {"away": Unavailable("x"), "gone": Gone("x"), "missing": ...}
+    world = World(kind)
+    store = Store({k: [outcomes.get(word, word) for word in words] for k, words in script.items()})
+    policy = Policy(attempts=attempts, base_s=0.0)
+    got = world.subset(policy, script, store, partial=True)
+    for key, words in script.items():
+        tries = [*words, "ok", *["ok"] * attempts][:attempts]
+        end = next((word for word in tries if word in ("ok", "gone")), "failed")
+        asked = sum(key in pending for pending in store.asked)
+        assert (key in got.values) == (end == "ok")
+        assert (key in got.failures) == (end != "ok")
+        assert asked == (tries.index(end) + 1 if end != "failed" else attempts)
+    assert [*got.values, *got.failures] == [
+        *(key for key in script if key in got.values),
+        *(key for key in script if key in got.failures),
+    ]

@@ -1,0 +1,108 @@
+"""The table of times: its order, its errors, and its page in the docs."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from holdfast.errors import Mistake
+from holdfast.timeouts import RULES, Rule, Timeouts, table
+
+DOC = Path(__file__).parent.parent / "docs" / "TIMEOUTS.md"
+
+
+def test_the_defaults_are_in_order() -> None:
+    """What is shipped keeps its own rules."""
+    Timeouts().check()
+
+
+def test_the_page_and_the_code_agree() -> None:
+    """The page holds exactly the table that the code makes."""
+    assert f"\n\n{table()}\n" in DOC.read_text(encoding="utf-8")
+
+
+def test_every_rule_speaks_of_fields_that_exist() -> None:
+    """A renamed field cannot leave a rule behind; every field says its unit and purpose."""
+    fields = Timeouts.model_fields
+    for rule in RULES:
+        assert rule.left in fields
+        assert rule.right in fields
+        assert rule.why
+    for name, field in fields.items():
+        assert name.endswith("_s")
+        assert field.description
+
+
+def test_every_field_is_part_of_some_rule() -> None:
+    """A time without an order is a time that nobody has thought about."""
+    assert set(Timeouts.model_fields) == {name for r in RULES for name in (r.left, r.right)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_each_rule_is_enforced(rule: Rule) -> None:
+    """Breaking one rule is noticed, and named with both values and the reason."""
+    right = getattr(Timeouts(), rule.right)
+    times = Timeouts.parse({rule.left: right / rule.factor * 1.01})
+    assert rule in times.broken()
+    with pytest.raises(Mistake) as caught:
+        times.check()
+    message = str(caught.value)
+    for part in (str(rule), rule.why, f"{rule.left} = ", f"{rule.right} = {right:g}"):
+        assert part in message
+
+
+def test_every_broken_rule_is_named() -> None:
+    """Nobody has to mend them one at a time."""
+    times = Timeouts(ledger_lease_s=1.0)
+    assert len(times.broken()) >= 3
+    with pytest.raises(Mistake) as caught:
+        times.check()
+    assert all(str(rule) in str(caught.value) for rule in times.broken())
+
+
+@pytest.mark.parametrize(
+    ("left", "relation", "right", "factor", "holds"),
+    [
+        (1.0, "<", 1.0, 1.0, False),
+        (0.9, "<", 1.0, 1.0, True),
+        (1.0, "<=", 1.0, 1.0, True),
+        (1.1, "<=", 1.0, 1.0, False),
+        (0.1, "<=", 0.3, 3.0, True),  # 3 × 0.1 is a little more than 0.3 in binary
+        (0.11, "<=", 0.3, 3.0, False),
+        (0.1, "<", 0.3, 3.0, False),
+    ],
+)
+def test_relations(left: float, relation: str, right: float, factor: float, holds: bool) -> None:
+    """Equality, strictness and factors, with rounding forgiven."""
+    rule = Rule("a", relation, "b", "because", factor)  # type: ignore[arg-type]
+    assert rule.holds(left, right) is holds
+
+
+@given(st.floats(min_value=0.01, max_value=100.0))
+def test_order_does_not_depend_on_the_scale(factor: float) -> None:
+    """Making everything slower or faster by one factor keeps the order."""
+    scaled = {name: value * factor for name, value in Timeouts().model_dump().items()}
+    Timeouts.parse(scaled).check()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"ledger_leese_s": 5}, "ledger_leese_s"),
+        ({"ledger_lease_s": 0}, "ledger_lease_s"),
+        ({"ledger_lease_s": float("inf")}, "ledger_lease_s"),
+        ({"ledger_call_s": "soon"}, "ledger_call_s"),
+    ],
+)
+def test_what_is_no_time_is_refused_by_name(values: dict[str, object], named: str) -> None:
+    """A misspelt or senseless entry is an error, not a default."""
+    with pytest.raises(Mistake, match=named):
+        Timeouts.parse(values)
+
+
+def test_times_do_not_change() -> None:
+    """Checked once, they stay as they were checked."""
+    with pytest.raises(ValidationError):
+        setattr(Timeouts(), "ledger_lease_s", 1.0)  # noqa: B010 -- mypy would see through it
