@@ -24,8 +24,8 @@ test-peers: setup ## Other people's packages, in environments of their own
 	@echo "no part that is built so far has peers to be tested with"
 
 check: setup ## ruff, mypy --strict, import-linter
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -31,7 +31,7 @@ __all__ = ["Engine"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_BOUNDS = f"SELECT (SELECT max(id) >> {SHIFT} FROM change), compacted FROM meta"
+_BOUNDS = "SELECT (SELECT max(id) >> 20 FROM change), compacted FROM meta"
 _WATCH_ROWS = 1000
 _FOLD_WAIT_S = 0.05
 """Folding holds up writers: it does not wait for a slow reader longer than this."""

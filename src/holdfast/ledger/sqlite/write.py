@@ -34,7 +34,7 @@ SHIFT = 20
 
 ENTRY = "SELECT key, value, created, modified, version, lease FROM entry"
 _BEGINNING = (
-    f"SELECT id >> {SHIFT}, total, EXISTS (SELECT 1 FROM lease WHERE deadline <= ?) "
+    "SELECT id >> 20, total, EXISTS (SELECT 1 FROM lease WHERE deadline <= ?) "
     "FROM change ORDER BY id DESC LIMIT 1"
 )
 _NONE4 = (None,) * 4
