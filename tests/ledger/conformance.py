@@ -184,7 +184,24 @@ class Conformance(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def txn(self, data: st.DataObject) -> None:
-        compare = data.draw(st.lists(self._compares(), max_size=2), "compare")
+        self._txn(data, conditions_min=0)
+
+    @rule(data=st.data())
+    def conditional_txn(self, data: st.DataObject) -> None:
+        self._txn(data, conditions_min=1)
+
+    @precondition(lambda self: self.model.alive)
+    @rule(data=st.data())
+    def bind_or_unbind(self, data: st.DataObject) -> None:
+        bound = [one.key for one in self.model.now.values() if one.lease]
+        key = data.draw(st.sampled_from([*bound, self.root + "a", self.root + "b"]))
+        lease = data.draw(st.sampled_from([0, *self.model.alive]))
+        expected = self.model.txn([], [Put(key, b"bound", lease)], [])
+        assert self.run(self.ledger.txn(then=[Put(key, b"bound", lease)])) == expected
+
+    def _txn(self, data: st.DataObject, conditions_min: int) -> None:
+        conditions = st.lists(self._compares(), min_size=conditions_min, max_size=2)
+        compare = data.draw(conditions, "compare")
         ops = st.lists(self._ops(), max_size=4, unique_by=_write_identity)
         then, otherwise = data.draw(ops, "then"), data.draw(ops, "otherwise")
         try:

@@ -195,13 +195,16 @@ def _relate(relation: Relation, left: int | bytes, right: int | bytes) -> bool:
     return left > right  # type: ignore[operator]  # check_txn has matched the types
 
 
-def prefix_end(prefix: str) -> bytes:
-    """The first key in byte order behind every key that begins with `prefix`.
+def prefix_end(prefix: str) -> str:
+    """The first text behind every key that begins with `prefix`.
 
-    Keys hold no byte 0xFF (it is not part of UTF-8), so the last byte can always grow.
+    Code points sort like their UTF-8 bytes. A prefix begins with '/', so there is always a
+    character that can grow.
     """
-    raw = prefix.encode()
-    return raw[:-1] + bytes([raw[-1] + 1])
+    head, last = prefix[:-1], ord(prefix[-1])
+    if last == 0x10FFFF:
+        return prefix_end(head)
+    return head + chr(0xE000 if last == 0xD7FF else last + 1)  # surrogates are no characters
 
 
 def join(*parts: str) -> str:

@@ -16,6 +16,7 @@ from holdfast.ledger.mvcc import Store
 from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Page, Txn, writes
 
 if TYPE_CHECKING:
+    from holdfast.sim.faults import Fault
     from holdfast.sim.world import Node
 
 __all__ = ["SimLedger"]
@@ -41,7 +42,7 @@ class SimLedger(Ledger):
     async def _call(self, kind: str, act: Callable[[Store, float], T], *, writing: bool) -> T:
         node, world = self._node, self._node.world
         fault = world.step(node, f"{kind}.sent")
-        call: _Call[T] = _Call(node, kind, act, fault.kind if fault else "", writing=writing)
+        call: _Call[T] = _Call(node, kind, act, fault, writing=writing)
         call.send()
         result = await call.answer
         world.step(node, f"{kind}.answered")
@@ -108,14 +109,15 @@ class _Call(Generic[T]):
         node: "Node",
         kind: str,
         act: Callable[[Store, float], T],
-        fault: str,
+        fault: "Fault | None",
         *,
         writing: bool,
     ) -> None:
         self._node = node
         self._kind = kind
         self._act = act
-        self._fault = fault
+        self._fault = fault.kind if fault else ""
+        self._late_s = fault.amount if fault else 0.0
         self._writing = writing
         self.answer: asyncio.Future[T] = node.world.loop.create_future()
 
@@ -125,6 +127,9 @@ class _Call(Generic[T]):
             self._later(CALL_S, self._fail, Unavailable(f"{self._kind}: no way to the ledger"))
         elif self._fault == "lose_call":
             self._lose()
+        elif self._fault == "late":
+            self._lose()
+            self._node.world.later(self._late_s, self._arrive)
         else:
             self._node.world.later(self._node.delay_s(), self._arrive)
 
@@ -155,7 +160,7 @@ class _Call(Generic[T]):
             self._lose()
         elif isinstance(result, HoldfastError):
             self._fail(result)
-        elif not self.answer.done():
+        elif not self.answer.done():  # else the caller has given up on it
             self.answer.set_result(result)
 
     def _lose(self) -> None:

@@ -6,7 +6,8 @@ fault. A fault is data (who, at which of its steps, what, how long), so a schedu
 replayed, and made shorter by leaving faults out.
 
 Each seed draws its own mix ("swarm"): which kinds are on and how often they fire. Some
-bugs only show when other faults keep out of the way.
+bugs only show when other faults keep out of the way. Besides, each seed has one pair of
+fault and step that it insists on, all pairs in turn, so that rare steps are not left out.
 """
 
 import random
@@ -27,14 +28,21 @@ APPLIES: dict[str, tuple[str, ...]] = {
     "pause": ANYWHERE,  # the process hangs, all of it, for longer than leases last
     "cut": ANYWHERE,  # the process cannot reach the ledger for a while
     "expire": ANYWHERE,  # the ledger ends the process's leases, which still believes in them
+    "twin": ANYWHERE,  # the process is started again although it still runs
+    "outage": ANYWHERE,  # nobody reaches the ledger for a while
+    "compact": ANYWHERE,  # the ledger forgets its history; watches that lag must read again
     "skew": ("start",),  # the process's clock is off and runs at another speed
     "lose_call": SENT,  # the call never arrives
     "lose_answer": SENT,  # the call takes effect, the answer is lost
+    "late": SENT,  # the call takes effect long after the caller has given up on it
     "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent"),  # the call arrives twice
     "lag": ("watch.event",),  # the event arrives much later
 }
 
+PAIRS = tuple((kind, step) for kind, steps in APPLIES.items() for step in steps)
+
 PAUSES_S = (0.5, 3.0, 12.0, 70.0)
+LATE_S = (6.0, 15.0, 45.0)
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -55,9 +63,13 @@ def describe(fault: Fault) -> str:
         "pause": f"hangs for {fault.amount:.1f} s",
         "cut": f"cannot reach the ledger for {fault.amount:.1f} s",
         "expire": "loses its leases, without being told",
+        "twin": "is started a second time, while it still runs",
+        "outage": f"sees, like everybody, the ledger go away for {fault.amount:.1f} s",
+        "compact": "is there when the ledger forgets its history",
         "skew": f"has a clock that runs at {fault.amount:.2f} of the true speed",
         "lose_call": "sends a call that never arrives",
         "lose_answer": "does not get the answer to its call",
+        "late": f"sends a call that arrives after {fault.amount:.1f} s, when nobody waits for it",
         "repeat": "has its call delivered twice",
         "lag": f"gets this event {fault.amount:.1f} s late",
     }[fault.kind]
@@ -70,23 +82,33 @@ class Swarm:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"faults {seed}")
         self._rate = self._random.choice((0.005, 0.015, 0.03, 0.06))
+        self._wanted, self._wanted_at = PAIRS[seed % len(PAIRS)]
+        self._insist = 2
         on = [kind for kind in APPLIES if self._random.random() < 0.6]
         self._at = {step: tuple(kind for kind in on if step in APPLIES[kind]) for step in ANYWHERE}
 
     def draw(self, node: str, step: int, kind: str) -> Fault | None:
         """The fault of this step, if it has one."""
         luck = self._random
+        if kind == self._wanted_at and self._insist and luck.random() < 0.5:
+            self._insist -= 1
+            return self._make(node, step, self._wanted)
         rate = 0.3 if kind == "start" else self._rate
         if luck.random() >= rate:
             return None
         choices = self._at[kind]
         if not choices:
             return None
-        fault = luck.choice(choices)
+        return self._make(node, step, luck.choice(choices))
+
+    def _make(self, node: str, step: int, fault: str) -> Fault:
+        luck = self._random
         amount = 0.0
         if fault == "crash":
             amount = -1.0 if luck.random() < 0.15 else luck.uniform(0.0, 20.0)
-        elif fault in ("pause", "cut", "lag"):
+        elif fault == "late":
+            amount = luck.choice(LATE_S)
+        elif fault in ("pause", "cut", "lag", "outage"):
             amount = luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
         elif fault == "skew":
             amount = luck.uniform(0.8, 1.25)

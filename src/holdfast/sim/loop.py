@@ -46,7 +46,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._now = 0.0
         self._count = 0
         self._queue: list[tuple[float, int, _Handle]] = []
-        self.problems: list[BaseException | str] = []
 
     # ---- driving it ------------------------------------------------------------
 
@@ -159,5 +158,4 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep what nobody caught; the runner reports it."""
-        self.problems.append(context.get("exception") or str(context.get("message")))
+        """Said when a task is collected; the world looks at all tasks itself."""

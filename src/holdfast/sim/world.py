@@ -153,12 +153,30 @@ class World:
     def _bury(self) -> None:
         """Close what is left of the processes, so that nothing of it runs later."""
         for node in self._everybody:
+            self._look_for_bugs(node)
             node.dead = True
             for task in node.tasks:
                 coroutine = task.get_coro()
                 if coroutine is not None:
                     _close(coroutine)
         self.loop.close()
+
+    def _look_for_bugs(self, node: Node) -> None:
+        """A task that failed with something unexpected is a bug, even if nobody waits for it."""
+        for task in node.tasks:
+            if task.done() and not task.cancelled():
+                error = task.exception()
+                if error is not None and not isinstance(error, HoldfastError | Dead):
+                    self._fail_with(node, error)
+
+    def _fail_with(self, node: Node, error: BaseException) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.fail(
+            Violation(
+                f"{node.name} failed with {type(error).__name__}: {error} "
+                f"({where.filename}:{where.lineno})"
+            )
+        )
 
     def later(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
         """Something that happens outside of every process."""
@@ -171,9 +189,9 @@ class World:
 
     # ---- processes -----------------------------------------------------------
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, twin: bool = False) -> None:
         last = self._nodes.get(name)
-        if last is not None and (last.finished or not last.dead):
+        if last is not None and (last.finished or not (last.dead or twin)):
             return
         life = self._lives[name] = self._lives.get(name, 0) + 1
         node = self._nodes[name] = Node(self, name, life)
@@ -194,13 +212,7 @@ class World:
             self.note(node.name, f"exits: {type(error).__name__}: {error}")
             self.later(1.0, self._start, node.name)
         elif error is not None and not isinstance(error, Dead):
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            self.fail(
-                Violation(
-                    f"{node.name} failed with {type(error).__name__}: {error} "
-                    f"({where.filename}:{where.lineno})"
-                )
-            )
+            self._fail_with(node, error)
 
     def fail(self, violation: Violation) -> None:
         """End the schedule with this violation, the first one."""
@@ -244,6 +256,13 @@ class World:
                 node.paused_until = now + fault.amount
             case "cut":
                 node.cut_until = now + fault.amount
+            case "outage":
+                for other in self._nodes.values():
+                    other.cut_until = max(other.cut_until, now + fault.amount)
+            case "compact":
+                self.store.compact(self.store.revision)
+            case "twin":
+                self.later(0.0, self._start, node.name, True)
             case "expire":
                 for lease in sorted(node.leases):
                     self.store.revoke(lease)

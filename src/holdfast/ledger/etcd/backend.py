@@ -110,7 +110,7 @@ class EtcdLedger(Ledger):
 
     async def _page(self, prefix: str, after: str, limit: int, revision: int) -> Page:
         first = after.encode() + b"\0" if after else prefix.encode()
-        end = prefix_end(prefix)
+        end = prefix_end(prefix).encode()
         while True:
             request = wire.range_json(first, end, limit=limit, revision=revision)
             try:

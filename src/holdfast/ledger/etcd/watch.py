@@ -108,7 +108,7 @@ class EtcdWatch(Watch):
             await asyncio.sleep(backoff_s(self._failures))
         if self._cursor is None:
             self._cursor = self._client.preferred()
-        key, end = self._prefix.encode(), prefix_end(self._prefix)
+        key, end = self._prefix.encode(), prefix_end(self._prefix).encode()
         request = wire.watch_json(key, end, self._batches.first)
         self._stream, self._token = await self._client.stream(
             self._endpoint(self._cursor), "/v3/watch", request

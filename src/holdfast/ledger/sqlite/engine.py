@@ -191,7 +191,7 @@ class Engine:
         at = revision or newest
         then = self._undo(prefix, at) if at < newest else {}
         where = f"{ENTRY} WHERE key > ? AND key >= ? AND key < ? ORDER BY key LIMIT ?"
-        end = prefix_end(prefix).decode()
+        end = prefix_end(prefix)
         # Entries that are newer than `at` fall out again, so more have to be fetched.
         rows = self._read(where, (after, prefix, end, limit + 1 + len(then)))
         found = {row[0]: Entry(*row) for row in rows if row[0] not in then}
@@ -204,7 +204,7 @@ class Engine:
         rows = self._read(
             "SELECT key, was_value, was_created, was_modified, was_version, was_lease "
             "FROM change WHERE id >= ? AND key >= ? AND key < ? ORDER BY id DESC",
-            ((revision + 1) << SHIFT, prefix, prefix_end(prefix).decode()),
+            ((revision + 1) << SHIFT, prefix, prefix_end(prefix)),
         )
         return {row[0]: None if row[2] is None else Entry(*row) for row in rows}
 
@@ -226,7 +226,7 @@ class Engine:
             "SELECT id, key, value, created, version, lease, was_value, was_created, "
             "was_modified, was_version, was_lease "
             "FROM change WHERE id >= ? AND key >= ? AND key < ? ORDER BY id",
-            (start << SHIFT, prefix, prefix_end(prefix).decode()),
+            (start << SHIFT, prefix, prefix_end(prefix)),
         )
         return _batches(rows, newest)
 
