@@ -33,4 +33,4 @@ def test_random_calls_are_answered_like_the_model(ledger_url: str) -> None:
 @pytest.mark.timeout(900)
 def test_many_more_random_calls_are_answered_like_the_model(ledger_url: str) -> None:
     """The same with new random calls every time."""
-    _run(ledger_url, 150 if ledger_url.startswith("etcd") else 1500, 60, fixed=False)
+    _run(ledger_url, 150 if ledger_url.startswith("etcd") else 600, 60, fixed=False)

@@ -217,7 +217,7 @@ def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@settings(max_examples=40_000, deadline=None, database=None, print_blob=True)
+@settings(max_examples=20_000, deadline=None, database=None, print_blob=True)
 @given(histories())
 def test_the_checker_agrees_with_brute_force_at_length(history: list[Operation]) -> None:
     """The same on many more, other ones each time."""

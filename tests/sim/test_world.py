@@ -2,7 +2,7 @@
 
 import asyncio
 
-from holdfast.errors import LeaseLost, Unavailable, UnknownOutcome
+from holdfast.errors import Corrupt, LeaseLost, Unavailable, UnknownOutcome
 from holdfast.ledger import Batch, Keeper, Put, Runtime, absent
 from holdfast.sim.faults import Fault
 from holdfast.sim.protocol import Protocol, Violation
@@ -116,7 +116,7 @@ def test_a_pause_ends_the_lease_of_one_who_still_believes() -> None:
             self.done = True
 
     script = Script()
-    _play(script, Fault("n0", 5, "pause", 70.0))
+    _play(script, Fault("n0", 6, "pause", 70.0))
     assert script.notes == [True, "lost"]
 
 
@@ -168,6 +168,64 @@ def test_a_process_that_fails_is_a_violation() -> None:
     assert isinstance(violation, Violation)
     assert "ZeroDivisionError" in str(violation)
     assert "test_world.py" in str(violation)
+
+
+def test_a_pause_falls_between_deciding_and_sending() -> None:
+    """Look, hang for 70 s, write: the write is sent after the pause, not before it."""
+
+    class Script(_Script):
+        async def run(self, runtime: Runtime, name: str) -> None:
+            self.notes.append(asyncio.get_running_loop().time() < 60)
+            await runtime.ledger.txn([], [Put("/a", b"")])
+            self.done = True
+
+    script = Script()
+    world = _play(script, Fault("n0", 2, "pause", 70.0))
+    (at,) = [at for at, who, _ in world.story if who == "ledger"]
+    assert at > 70
+
+
+def test_nothing_that_goes_wrong_is_swallowed() -> None:
+    """A failing task that nobody awaits, a failing invariant, a corrupt exit, a spin."""
+
+    class Task(_Script):
+        async def run(self, runtime: Runtime, name: str) -> None:
+            async def fail() -> None:
+                raise KeyError("in a task")
+
+            runtime.spawn(fail(), name="background")
+            await runtime.sleep(1)
+            self.done = True
+
+    class Invariant(_Write):
+        def observe(self, batch: Batch) -> None:
+            raise KeyError("in an invariant")
+
+    class Exit(_Script):
+        async def run(self, runtime: Runtime, name: str) -> None:
+            raise Corrupt("this is no ordinary end")
+
+    class Spin(_Script):
+        async def run(self, runtime: Runtime, name: str) -> None:
+            while True:
+                await asyncio.sleep(0)
+
+    for script, words in [
+        (Task(), "in a task"),
+        (Invariant(), "in an invariant"),
+        (Exit(), "no ordinary end"),
+        (Spin(), "runs in circles"),
+    ]:
+        assert words in str(World(script, seed=1, faults=[]).play())
+
+
+def test_a_late_call_takes_effect_after_its_caller_has_given_up() -> None:
+    script = _Write()
+    world = _play(script, Fault("n0", 2, "late", 15.0))
+    assert script.notes == ["UnknownOutcome"]
+    assert len(script.changes) == 1
+    (at,) = [at for at, who, _ in world.story if who == "ledger"]
+    assert at >= 15
 
 
 def test_waiting_for_ever_is_a_violation() -> None:

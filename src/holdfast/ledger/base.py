@@ -203,7 +203,10 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     async def compact(self, revision: int) -> None:
-        """Forget history before `revision`. Entries that are there stay."""
+        """Forget history up to `revision`. Entries that are there stay.
+
+        Watches begin after `revision` at the earliest; ranges can still be read at it.
+        """
 
     async def inspect(self) -> Sequence[str]:
         """Look for damage inside the back end; returns what is wrong, in words."""

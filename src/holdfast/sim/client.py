@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from holdfast.errors import HoldfastError, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.mvcc import Store
-from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Page, Txn, writes
+from holdfast.ledger.types import (
+    Batch,
+    Compare,
+    Entry,
+    Event,
+    Lease,
+    LeaseInfo,
+    Op,
+    Page,
+    Txn,
+    writes,
+)
 
 if TYPE_CHECKING:
     from holdfast.sim.faults import Fault
@@ -41,12 +52,15 @@ class SimLedger(Ledger):
 
     async def _call(self, kind: str, act: Callable[[Store, float], T], *, writing: bool) -> T:
         node, world = self._node, self._node.world
-        fault = world.step(node, f"{kind}.sent")
+        fault = await world.contact(node, f"{kind}.sent")
         call: _Call[T] = _Call(node, kind, act, fault, writing=writing)
         call.send()
-        result = await call.answer
-        world.step(node, f"{kind}.answered")
-        world.check()
+        try:
+            result = await call.answer
+        except HoldfastError:
+            await world.contact(node, f"{kind}.answered")
+            raise
+        await world.contact(node, f"{kind}.answered")
         return result
 
     async def _get(self, key: str) -> Entry | None:
@@ -67,11 +81,12 @@ class SimLedger(Ledger):
         )
 
     async def _grant(self, ttl_s: float) -> Lease:
-        lease = await self._call(
-            "grant", lambda store, now: Lease(store.grant(ttl_s, now), ttl_s), writing=True
-        )
-        self._node.leases.add(lease.id)
-        return lease
+        def grant(store: Store, now: float) -> Lease:
+            lease = Lease(store.grant(ttl_s, now), ttl_s)
+            self._node.leases.add(lease.id)
+            return lease
+
+        return await self._call("grant", grant, writing=True)
 
     async def keep_alive(self, lease: int) -> float:
         """See `Ledger.keep_alive`."""
@@ -117,7 +132,7 @@ class _Call(Generic[T]):
         self._kind = kind
         self._act = act
         self._fault = fault.kind if fault else ""
-        self._late_s = fault.amount if fault else 0.0
+        self._later_s = fault.amount if fault else 0.0
         self._writing = writing
         self.answer: asyncio.Future[T] = node.world.loop.create_future()
 
@@ -129,7 +144,7 @@ class _Call(Generic[T]):
             self._lose()
         elif self._fault == "late":
             self._lose()
-            self._node.world.later(self._late_s, self._arrive)
+            self._node.world.later(self._later_s, self._arrive)
         else:
             self._node.world.later(self._node.delay_s(), self._arrive)
 
@@ -137,7 +152,10 @@ class _Call(Generic[T]):
         """The call is at the ledger and takes effect, whatever became of the caller."""
         result = self._take_effect()
         if self._fault == "repeat":
-            result = self._take_effect()  # the second answer is the one that is heard
+            if self._later_s:
+                self._node.world.later(self._later_s, self._take_effect)
+            else:
+                result = self._take_effect()  # the second answer is the one that is heard
         if self._fault == "lose_answer":
             self._lose()
         else:
@@ -213,7 +231,7 @@ class _SimWatch(Watch):
         except HoldfastError as error:
             self._error = error
         else:
-            self._ready.extend(batches)
+            self._ready.extend(map(_forgetful, batches) if node.world.seed % 2 else batches)
             self._next = node.world.store.revision + 1
         if self._ready or self._error:
             node.context.run(self._arrived.set)
@@ -226,7 +244,7 @@ class _SimWatch(Watch):
                 raise self._error
             self._arrived.clear()
             await self._arrived.wait()
-        fault = self._node.world.step(self._node, "watch.event")
+        fault = await self._node.world.contact(self._node, "watch.event")
         if fault is not None:
             await asyncio.sleep(fault.amount)
         return self._ready.popleft()
@@ -235,3 +253,10 @@ class _SimWatch(Watch):
         self._closed = True
         self._node.world.unlisten(self._on_change)
         self._arrived.set()
+
+
+def _forgetful(batch: Batch) -> Batch:
+    """A back end may no longer know what a key was before."""
+    return Batch(
+        batch.revision, tuple(Event(event.key, event.entry, None) for event in batch.events)
+    )

@@ -59,6 +59,10 @@ def sim(
         return
     if seeds < 1 or steps < 10:
         raise Mistake("--seeds is 1 or more, --steps 10 or more")
+    if fresh and first is not None:
+        raise Mistake("--fresh and --first both choose the first seed: use one of them")
+    if everything and (seed is not None or name is not None):
+        raise Mistake("--all plays everything: leave NAME and --seed out")
     start = _commit_seed() if fresh else (first or 0)
     if everything:
         _play_all(seeds, start, steps)
@@ -171,6 +175,8 @@ def _replay(name: str, make: Callable[[], Protocol], seed: int, steps: int) -> N
 def _tell(name: str, make: Callable[[], Protocol], failure: Failure, steps: int) -> None:
     click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
     short = shortest(make, failure, steps=steps)
+    if short.violation != failure.violation:
+        click.echo(f"With fewer faults it is: {short.violation}")
     click.echo(
         f"Of its {len(failure.faults)} faults it takes {len(short.faults)} "
         "(leave out any one of them and the failure vanishes):"

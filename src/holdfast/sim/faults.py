@@ -23,11 +23,16 @@ SENT = tuple(f"{call}.sent" for call in CALLS)
 ANSWERED = tuple(f"{call}.answered" for call in CALLS)
 ANYWHERE = ("start", "timer", "watch.event", *SENT, *ANSWERED)
 
+HOLDING = tuple(
+    step for step in ANYWHERE if step not in ("start", "grant.sent") and "revoke" not in step
+)
+"""Where a process can hold a lease."""
+
 APPLIES: dict[str, tuple[str, ...]] = {
     "crash": ANYWHERE,  # the process is gone; it may come back later
     "pause": ANYWHERE,  # the process hangs, all of it, for longer than leases last
     "cut": ANYWHERE,  # the process cannot reach the ledger for a while
-    "expire": ANYWHERE,  # the ledger ends the process's leases, which still believes in them
+    "expire": HOLDING,  # the ledger ends the process's leases, which still believes in them
     "twin": ANYWHERE,  # the process is started again although it still runs
     "outage": ANYWHERE,  # nobody reaches the ledger for a while
     "compact": ANYWHERE,  # the ledger forgets its history; watches that lag must read again
@@ -43,6 +48,7 @@ PAIRS = tuple((kind, step) for kind, steps in APPLIES.items() for step in steps)
 
 PAUSES_S = (0.5, 3.0, 12.0, 70.0)
 LATE_S = (6.0, 15.0, 45.0)
+REPEATS_S = (0.0, 1.0, 12.0)
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -70,7 +76,7 @@ def describe(fault: Fault) -> str:
         "lose_call": "sends a call that never arrives",
         "lose_answer": "does not get the answer to its call",
         "late": f"sends a call that arrives after {fault.amount:.1f} s, when nobody waits for it",
-        "repeat": "has its call delivered twice",
+        "repeat": f"has its call delivered again after {fault.amount:.1f} s",
         "lag": f"gets this event {fault.amount:.1f} s late",
     }[fault.kind]
     return f"{fault.node} {what}"
@@ -108,6 +114,8 @@ class Swarm:
             amount = -1.0 if luck.random() < 0.15 else luck.uniform(0.0, 20.0)
         elif fault == "late":
             amount = luck.choice(LATE_S)
+        elif fault == "repeat":
+            amount = luck.choice(REPEATS_S)
         elif fault in ("pause", "cut", "lag", "outage"):
             amount = luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
         elif fault == "skew":

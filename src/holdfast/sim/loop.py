@@ -19,6 +19,8 @@ __all__ = ["OWNER", "Owner", "VirtualLoop"]
 
 T = TypeVar("T")
 
+_SPINS_MAX = 100_000
+
 
 class Owner:
     """A simulated process, as far as the loop is concerned."""
@@ -45,7 +47,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._count = 0
-        self._queue: list[tuple[float, int, _Handle]] = []
+        self._queue: list[tuple[float, float, int, _Handle]] = []
+        self.problems: list[str] = []
 
     # ---- driving it ------------------------------------------------------------
 
@@ -57,8 +60,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         sys.set_asyncgen_hooks(finalizer=lambda _: None)
         queue = self._queue
         try:
+            spins = 0
             while queue:
-                when, order, handle = heapq.heappop(queue)
+                when, due, order, handle = heapq.heappop(queue)
                 if handle._cancelled:
                     continue
                 owner = handle.owner
@@ -66,13 +70,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     if owner.dead:
                         continue
                     if owner.paused_until > when:
-                        heapq.heappush(queue, (owner.paused_until, order, handle))
+                        heapq.heappush(queue, (owner.paused_until, due, order, handle))
                         continue
                 if when > limit_s:
-                    heapq.heappush(queue, (when, order, handle))
+                    heapq.heappush(queue, (when, due, order, handle))
                     return
                 if when > self._now:
                     self._now = when
+                    spins = 0
+                spins += 1
+                if spins > _SPINS_MAX:
+                    self.problems.append("a process runs in circles while no time passes")
+                    return
                 handle._run()
                 if until():
                     return
@@ -101,7 +110,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         handle = _Handle(when, callback, args, self, context)
         handle.owner = OWNER.get() if context is None else context.get(OWNER)
         self._count += 1
-        heapq.heappush(self._queue, (when, self._count, handle))
+        heapq.heappush(self._queue, (when, when, self._count, handle))
         return handle
 
     def call_later(  # type: ignore[override]  # as above
@@ -158,4 +167,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Said when a task is collected; the world looks at all tasks itself."""
+        """Keep what a callback raised. (Tasks are looked at by the world itself.)"""
+        if "handle" in context:
+            error = context.get("exception")
+            self.problems.append(f"{type(error).__name__}: {error}")

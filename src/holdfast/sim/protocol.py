@@ -8,6 +8,7 @@ after every step); they raise `Violation`.
 import abc
 
 from holdfast.ledger import Batch
+from holdfast.ledger.mvcc import Store
 from holdfast.ledger.runtime import Runtime
 
 __all__ = ["Protocol", "Violation"]
@@ -22,6 +23,10 @@ class Protocol(abc.ABC):
 
     nodes: int = 5
     """How many processes take part."""
+    truth: Store
+    """The ledger as it really is, for invariants only. Set by the world."""
+    taken: set[int]
+    """Leases that a fault has ended while their owners believe in them. Set by the world."""
 
     @abc.abstractmethod
     async def run(self, runtime: Runtime, name: str) -> None:

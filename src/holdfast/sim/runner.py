@@ -5,6 +5,7 @@ those that are left makes the failure vanish. The story is the trace of that sch
 """
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 from holdfast.sim.faults import Fault, Table
 from holdfast.sim.protocol import Protocol
 from holdfast.sim.world import World
+
+_NUMBERS = re.compile(r"\d+")
 
 __all__ = ["Failure", "Summary", "play", "search", "shortest"]
 
@@ -73,16 +76,28 @@ def shortest(make: Make, failure: Failure, *, steps: int = STEPS) -> Failure:
         violation = world.play()
         return None if violation is None else Failure(failure.seed, str(violation), world.fired)
 
-    current = replay(failure.faults) or failure
-    removed = True
-    while removed:
-        removed = False
+    def fewer(current: Failure) -> Failure | None:
+        """A failure without one of these faults: the same kind of failure, if there is one."""
+        other_kind = None
         for fault in current.faults:
-            fewer = replay([other for other in current.faults if other is not fault])
-            if fewer is not None and len(fewer.faults) < len(current.faults):
-                current, removed = fewer, True
-                break
+            found = replay([other for other in current.faults if other is not fault])
+            if found is None:
+                continue
+            if _kind(found.violation) == _kind(current.violation):
+                return found
+            other_kind = other_kind or found
+        return other_kind
+
+    current = replay(failure.faults)
+    assert current is not None, "a schedule must replay exactly"
+    while (found := fewer(current)) is not None:
+        current = found
     world = World(make(), failure.seed, steps=steps, faults=current.faults, trace=True)
     violation = world.play()
     assert violation is not None, "a schedule must replay exactly"
     return Failure(failure.seed, str(violation), world.fired, world.story)
+
+
+def _kind(violation: str) -> str:
+    """The violation without its numbers."""
+    return _NUMBERS.sub("#", violation)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import Fenced, HoldfastError, LeaseLost, Retriable, UnknownOutcome
 from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.sim.client import SimLedger
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _HEALED_S = 600.0
 """How long a healed world may take until the protocol has settled."""
+_CALM_S = 120.0
+"""How long it is watched after that."""
 _STEPS_MAX = 50_000
 """A schedule that goes on longer than this runs in circles."""
 _OUTSIDE = contextvars.Context()
@@ -74,7 +76,7 @@ class Node(Owner):
     async def sleep(self, seconds: float) -> None:
         """Wait, by the process's own clock."""
         await asyncio.sleep(seconds / self.rate)
-        self.world.step(self, "timer")
+        await self.world.contact(self, "timer")
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
         """Start a task of this process."""
@@ -97,6 +99,8 @@ class World:
         self.seed = seed
         self.loop = VirtualLoop()  # type: ignore[abstract]  # it has what its users call
         self.store = Store()
+        protocol.truth = self.store
+        protocol.taken = set()
         self.table = Table()
         self.fired: list[Fault] = []
         self.story: list[tuple[float, str, str]] = []
@@ -123,24 +127,37 @@ class World:
         try:
             for name in names:
                 self.later(0.0, self._start, name)
-            self.loop.run(lambda: self._broken is not None or self._steps >= self._steps_max, 1e6)
+            self.loop.run(lambda: self._is_broken() or self._steps >= self._steps_max, 1e6)
             if self._broken is None:
                 self._heal(names)
                 limit_s = self.loop.time() + _HEALED_S
                 self.loop.run(self._over, limit_s)
-            if self._broken is None and not self.protocol.settled():
+            if not self._over():
                 self.fail(
                     Violation(
                         f"not settled {_HEALED_S:.0f} s after the last fault: "
                         "something waits for ever"
                     )
                 )
+            if not self._is_broken():
+                # What is still on its way arrives, and must not break anything either.
+                self.loop.run(self._is_broken, self.loop.time() + _CALM_S)
+                self.check()
         finally:
             self._bury()
         return self._broken
 
+    def _is_broken(self) -> bool:
+        if self.loop.problems and self._broken is None:
+            self.fail(Violation(self.loop.problems[0]))
+        return self._broken is not None
+
     def _over(self) -> bool:
-        return self._broken is not None or self._steps > _STEPS_MAX or self.protocol.settled()
+        if self._steps > _STEPS_MAX:
+            self.fail(
+                Violation(f"not settled after {_STEPS_MAX} steps: something runs in circles")
+            )
+        return self._is_broken() or self.protocol.settled()
 
     def _heal(self, names: list[str]) -> None:
         self._healed = True
@@ -166,7 +183,7 @@ class World:
         for task in node.tasks:
             if task.done() and not task.cancelled():
                 error = task.exception()
-                if error is not None and not isinstance(error, HoldfastError | Dead):
+                if error is not None and not isinstance(error, HoldfastError | Dead | Violation):
                     self._fail_with(node, error)
 
     def _fail_with(self, node: Node, error: BaseException) -> None:
@@ -200,15 +217,23 @@ class World:
         self.loop.call_soon(self._begin, node, context=node.context)
 
     def _begin(self, node: Node) -> None:
-        self.step(node, "start")
-        task = node.spawn(self.protocol.run(node, node.name), name=node.name)
+        task = node.spawn(self._live(node), name=node.name)
         task.add_done_callback(lambda done: self._ended(node, done))
 
+    async def _live(self, node: Node) -> None:
+        await self.contact(node, "start")
+        await self.protocol.run(node, node.name)
+
     def _ended(self, node: Node, task: "asyncio.Task[None]") -> None:
-        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            self.fail(Violation(f"{node.name} was cancelled by itself"))
+            return
+        error = task.exception()
         node.dead = True
         node.finished = error is None
-        if isinstance(error, HoldfastError):
+        if isinstance(error, Violation):
+            self.fail(error)
+        elif isinstance(error, Retriable | UnknownOutcome | Fenced | LeaseLost):
             self.note(node.name, f"exits: {type(error).__name__}: {error}")
             self.later(1.0, self._start, node.name)
         elif error is not None and not isinstance(error, Dead):
@@ -221,6 +246,14 @@ class World:
             self.note("world", f"BROKEN: {violation}")
 
     # ---- steps and faults ----------------------------------------------------
+
+    async def contact(self, node: Node, kind: str) -> Fault | None:
+        """A step, the look at the invariants after it, and the pause that it may bring."""
+        fault = self.step(node, kind)
+        self.check()
+        if node.paused_until > self.loop.time():
+            await asyncio.sleep(0)
+        return fault
 
     def step(self, node: Node, kind: str) -> Fault | None:
         """Count a step and let its fault happen; call faults are returned to the caller."""
@@ -240,7 +273,7 @@ class World:
         return self._befall(node, fault, kind)
 
     def _befall(self, node: Node, fault: Fault, kind: str) -> Fault | None:
-        if kind not in APPLIES[fault.kind]:
+        if kind not in APPLIES[fault.kind] or not self._can_befall(node, fault):
             return None
         self.fired.append(fault)
         self.table.fired[fault.kind, kind] += 1
@@ -265,6 +298,7 @@ class World:
                 self.later(0.0, self._start, node.name, True)
             case "expire":
                 for lease in sorted(node.leases):
+                    self.protocol.taken.add(lease)
                     self.store.revoke(lease)
                 node.leases.clear()
                 self.changed()
@@ -274,6 +308,15 @@ class World:
             case _:
                 return fault
         return None
+
+    def _can_befall(self, node: Node, fault: Fault) -> bool:
+        """Whether the fault would make a difference; what makes none is not counted."""
+        if fault.kind == "expire":
+            node.leases.intersection_update(self.store.leases())
+            return bool(node.leases)
+        if fault.kind in ("lose_call", "lose_answer", "late", "repeat"):
+            return not node.is_cut()
+        return True
 
     # ---- the ledger ----------------------------------------------------------
 

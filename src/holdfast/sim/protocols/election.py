@@ -6,7 +6,10 @@ then resigns or leads on. Invariants:
 1. tokens only grow: no leadership has a token that an earlier one had;
 2. the counter changes only while the leader's record carries the writer's token;
 3. every addition is counted exactly once: none that was reported as done is missing, and
-   none is there twice, whatever answers were lost.
+   none is there twice, whatever answers were lost;
+4. the leader's record goes only when its lease has ended or its holder resigns;
+5. a leader whose clock is not slow believes in its lease only while it lives;
+6. a leader that was fenced off hears that it has lost, within a bound.
 
 At the end every process has done its share.
 """
@@ -17,11 +20,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from holdfast.errors import Fenced, LeaseLost, Retriable, UnknownOutcome
-from holdfast.ledger import Batch, Entry, Put, present
+from holdfast.ledger import Batch, Delete, Entry, Put, present
 from holdfast.ledger.election import Acquire, Election, Held, Leader, Leadership, Wait
 from holdfast.ledger.records import KEEP, Record, Verdict, load, put, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.world import Node
 
 __all__ = ["BROKEN", "SOUND"]
 
@@ -49,6 +53,8 @@ class ElectionProtocol(Protocol):
         self._leader: Leader | None = None
         self._count = Count()
         self._reported: dict[str, int] = {}
+        self._terms: dict[int, tuple[Runtime, Leadership]] = {}
+        self._leaving: set[int] = set()
 
     # ---- the processes -------------------------------------------------------
 
@@ -66,12 +72,31 @@ class ElectionProtocol(Protocol):
 
     async def _lead_once(self, runtime: Runtime, name: str, done: int) -> None:
         async with self.election(runtime, PREFIX, name, ttl_s=TTL_S).lead() as leadership:
-            for number in range(done + 1, SHARE + 1):
-                await self.add(runtime, name, number, leadership)
-                self._reported[name] = max(number, self._reported.get(name, 0))
-                await runtime.sleep(runtime.random.random() * 2)
-                if runtime.random.random() < 0.3:
-                    return
+            if leadership.token in self._terms:
+                raise Violation(f"{name} leads with token {leadership.token}, as somebody did")
+            self._terms[leadership.token] = runtime, leadership
+            try:
+                await self._lead(runtime, name, done, leadership)
+            except Fenced:
+                await self._hear_of_the_loss(runtime, name, leadership)
+                raise
+            finally:
+                self._leaving.add(leadership.token)
+
+    async def _lead(self, runtime: Runtime, name: str, done: int, leadership: Leadership) -> None:
+        for number in range(done + 1, SHARE + 1):
+            await self.add(runtime, name, number, leadership)
+            self._reported[name] = max(number, self._reported.get(name, 0))
+            await runtime.sleep(runtime.random.random() * 2)
+            if runtime.random.random() < 0.3:
+                return
+
+    async def _hear_of_the_loss(self, runtime: Runtime, name: str, leadership: Leadership) -> None:
+        for _ in range(30):
+            if leadership.lost.is_set():
+                return
+            await runtime.sleep(TTL_S / 10)
+        raise Violation(f"{name} was fenced off and never heard that it had lost")
 
     async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
         """Add once; `number` says which addition of ours this is."""
@@ -94,13 +119,18 @@ class ElectionProtocol(Protocol):
         """Compare what one transaction changed with what was there before."""
         for event in batch.events:
             if event.key == f"{PREFIX}/leader":
-                self._see_leader(event.entry)
+                self._see_leader(event.entry, event.previous)
         for event in batch.events:
             if event.key == COUNTER and event.entry is not None:
                 self._see_count(msgspec.json.decode(event.entry.value, type=Count))
 
-    def _see_leader(self, entry: Entry | None) -> None:
+    def _see_leader(self, entry: Entry | None, previous: Entry | None) -> None:
         if entry is None:
+            assert self._leader is not None
+            assert previous is not None
+            alive = previous.lease in self.truth.leases()
+            if alive and self._leader.token not in self._leaving:
+                raise Violation(f"the record of {self._leader.holder}, who leads, was deleted")
             self._leader = None
             return
         leader = msgspec.json.decode(entry.value, type=Leader)
@@ -122,7 +152,15 @@ class ElectionProtocol(Protocol):
         self._count = count
 
     def check(self) -> None:
-        """Nothing that was reported as done may be missing."""
+        """Nothing that was reported may be missing; nobody believes in what has ended."""
+        living = self.truth.leases()
+        for token, (runtime, leadership) in self._terms.items():
+            lease = leadership.entry.lease
+            if lease in living or not lease or token in self._leaving or lease in self.taken:
+                continue
+            assert isinstance(runtime, Node)
+            if not runtime.dead and runtime.rate >= 1 and leadership.believes():
+                raise Violation(f"{runtime.name} believes in lease {lease}, which has ended")
         for name, number in self._reported.items():
             if self._count.done.get(name, 0) < number:
                 raise Violation(f"addition {number} of {name} was reported, but is not there")
@@ -212,6 +250,25 @@ class _NoLease(Election):
         return verdict
 
 
+class _ByName(Election):
+    """A candidate recognises its record by its name: so does its twin, and its next life."""
+
+    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
+        verdict = super()._decide(entries, lease)
+        if isinstance(verdict, Wait) and verdict.holder == self._name:
+            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
+            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
+        return verdict
+
+
+class _BlindResign(Election):
+    """Resigning deletes whatever leader there is, a successor's record too."""
+
+    async def _resign(self, held: Held) -> None:  # noqa: ARG002 -- that is the mistake
+        with contextlib.suppress(Retriable, UnknownOutcome):
+            await self._runtime.ledger.txn([], [Delete(f"{self._prefix}/leader")])
+
+
 class _BlindAcquire(Election):
     """The record is written without comparing that nobody leads."""
 
@@ -253,5 +310,7 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "acquire": _with(_BlindAcquire),
     "token": _with(_OwnToken),
     "guard": _WeakGuard,
+    "name": _with(_ByName),
+    "resign": _with(_BlindResign),
     "optimist": _Optimist,
 }

