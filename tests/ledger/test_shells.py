@@ -201,7 +201,7 @@ async def test_real_leaders_killed_or_stopped_are_replaced(tmp_path: Path, how: 
                     seen.append(-1)
     tokens = [token for token in seen if token > 0]
     assert tokens == sorted(tokens)
-    assert len(set(tokens)) >= 5
+    assert max(tokens) >= 5, "four leaders were removed, so a fifth must have led"
 
 
 def _decode(entry: Entry) -> Count:

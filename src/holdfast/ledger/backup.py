@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.errors import Corrupt, Mistake, NoRoom, TooNew
 from holdfast.ledger.base import Ledger
-from holdfast.ledger.types import MAX_TXN_BYTES, Delete, Entry, Op, Put, absent, present
+from holdfast.ledger.types import MAX_TXN_BYTES, Delete, Entry, Op, Put, absent, value_is
 
 __all__ = ["RESTORING", "backup", "read", "restore"]
 
@@ -69,6 +69,8 @@ async def backup(ledger: Ledger, path: Path) -> tuple[int, int]:
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)
+    except FileNotFoundError:
+        raise Mistake(f"the folder {path.parent} is not there: create it") from None
     except OSError as error:
         new.unlink(missing_ok=True)
         raise NoRoom(f"the backup {path} could not be written: {error}") from error
@@ -104,7 +106,7 @@ def read(path: Path) -> list[Entry]:
                 digest.update(raw)
                 if isinstance(line, _Line):
                     entries.append(Entry(line.key, line.value, 0, 0, 0, int(line.lease)))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise Mistake(f"there is no backup at {path}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass  # said below, in the same words as for a file that ends too early
@@ -113,8 +115,9 @@ def read(path: Path) -> list[Entry]:
 
 async def restore(ledger: Ledger, path: Path) -> int:
     """Fill an empty ledger from a backup; returns how many entries were restored."""
-    entries = [entry for entry in read(path) if not entry.lease]
-    mark = f"{path.name} {len(entries)}".encode()
+    # A backup that was taken during a restore holds the mark of that one.
+    entries = [entry for entry in read(path) if not entry.lease and entry.key != RESTORING]
+    mark = _mark(entries)
     there = {entry.key: entry.value for entry in (await ledger.range("/")).entries}
     if there and there.get(RESTORING) != mark:
         raise Mistake(
@@ -123,11 +126,20 @@ async def restore(ledger: Ledger, path: Path) -> int:
         )
     if not there:
         await ledger.txn([absent(RESTORING)], [Put(RESTORING, mark)])
+    ours = value_is(RESTORING, mark)  # somebody else may restore something else meanwhile
     for ops in _chunks([entry for entry in entries if there.get(entry.key) != entry.value]):
-        if not (await ledger.txn([present(RESTORING)], ops)).succeeded:
+        if not (await ledger.txn([ours], ops)).succeeded:
             raise Mistake("somebody else has finished this restore: look before you go on")
-    await ledger.txn([], [Delete(RESTORING)])
+    await ledger.txn([ours], [Delete(RESTORING)])
     return len(entries)
+
+
+def _mark(entries: list[Entry]) -> bytes:
+    """What tells one backup from another."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(_encoder.encode((entry.key, entry.value)))
+    return digest.hexdigest().encode()
 
 
 def _chunks(entries: list[Entry]) -> Iterator[list[Op]]:

@@ -53,17 +53,24 @@ class Keeper:
             await self._runtime.ledger.revoke(self.lease.id)
 
     async def _renew(self) -> None:
+        try:
+            await self._keep()
+        finally:  # whatever ended it, nobody renews the lease any more
+            self.lost.set()
+
+    async def _keep(self) -> None:
         pause_s = self.lease.ttl_s / 3
         while self.believes():
-            await self._runtime.sleep(pause_s)
+            await self._runtime.sleep(min(pause_s, self._valid_until - self._runtime.now()))
             sent = self._runtime.now()
             try:
-                ttl_s = await self._runtime.ledger.keep_alive(self.lease.id)
+                # An answer that comes after the lease has ended says nothing any more.
+                async with asyncio.timeout(max(0.0, self._valid_until - sent)):
+                    ttl_s = await self._runtime.ledger.keep_alive(self.lease.id)
             except LeaseLost:
-                break
-            except (Retriable, UnknownOutcome):
+                return
+            except (Retriable, UnknownOutcome, TimeoutError):
                 pause_s = self.lease.ttl_s / 10
                 continue
             self._valid_until = sent + ttl_s
             pause_s = ttl_s / 3
-        self.lost.set()

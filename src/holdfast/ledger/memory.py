@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from holdfast.errors import Mistake
+from holdfast.errors import Compacted, Mistake
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.mvcc import Store
 from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Page, Txn
@@ -19,6 +19,7 @@ from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, P
 __all__ = ["Hub", "MemoryLedger", "shared_hub"]
 
 T = TypeVar("T")
+_KEEP_UP = 1000
 _hubs: dict[str, "Hub"] = {}
 
 
@@ -43,12 +44,22 @@ class Hub:
         """Wake those whose prefix changed after revision `since`."""
         if self.store.revision == since or not self._bells:
             return
-        changed = [
-            event.key for batch in self.store.changes("/", since + 1) for event in batch.events
-        ]
+        try:
+            batches = self.store.changes("/", since + 1)
+        except Compacted:  # more happened at once than history holds: everybody must look
+            self.ring_all()
+            return
+        changed = [event.key for batch in batches for event in batch.events]
+        # Whoever waits for something rare looks now and then, and so keeps up with history.
+        often = self.store.revision // _KEEP_UP != since // _KEEP_UP
         for bell in tuple(self._bells):
-            if any(key.startswith(bell.prefix) for key in changed):
+            if often or any(key.startswith(bell.prefix) for key in changed):
                 bell.ring()
+
+    def ring_all(self) -> None:
+        """Wake everybody."""
+        for bell in tuple(self._bells):
+            bell.ring()
 
 
 def shared_hub(name: str) -> Hub:
@@ -89,6 +100,7 @@ class MemoryLedger(Ledger):
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        self._hub.ring_all()  # our own watches look, and find us closed
 
     def _do(self, act: Callable[[Store, float], T]) -> T:
         """Run one step on the store: first end the leases whose time is up."""
@@ -103,7 +115,7 @@ class MemoryLedger(Ledger):
             finally:
                 self._hub.ring(before)
 
-    def _expire_later(self) -> None:
+    def expire_later(self) -> None:
         """Wake up when the next lease ends, so that watches hear of it in time."""
         deadline = self._do(lambda store, _: store.next_deadline())
         if self._timer is not None:
@@ -114,7 +126,7 @@ class MemoryLedger(Ledger):
 
     def _on_timer(self) -> None:
         if not self._closed:
-            self._expire_later()
+            self.expire_later()
 
     async def _get(self, key: str) -> Entry | None:
         return self._do(lambda store, _: store.get(key))
@@ -129,7 +141,7 @@ class MemoryLedger(Ledger):
 
     async def _grant(self, ttl_s: float) -> Lease:
         lease = Lease(self._do(lambda store, now: store.grant(ttl_s, now)), ttl_s)
-        self._expire_later()
+        self.expire_later()
         return lease
 
     async def keep_alive(self, lease: int) -> float:
@@ -155,9 +167,11 @@ class MemoryLedger(Ledger):
     def _watch(self, prefix: str, start: int) -> Watch:
         return _MemoryWatch(self, self._hub, prefix, start)
 
-    def changes(self, prefix: str, start: int) -> list[Batch]:
-        """What a watch has to deliver now."""
-        return self._do(lambda store, _: store.changes(prefix, start))
+    def changes(self, prefix: str, start: int) -> tuple[list[Batch], int]:
+        """What a watch has to deliver now, and where it goes on."""
+        return self._do(
+            lambda store, _: (store.changes(prefix, start), max(start, store.revision + 1))
+        )
 
 
 class _MemoryWatch(Watch):
@@ -175,12 +189,13 @@ class _MemoryWatch(Watch):
         while not self._ready:
             if self._closed:
                 raise StopAsyncIteration
-            self._ready = self._ledger.changes(self._prefix, self._next)[::-1]
-            if not self._ready:
+            batches, self._next = self._ledger.changes(self._prefix, self._next)
+            self._ready = batches[::-1]
+            if not batches:
+                # Whoever granted a lease may be gone when it ends.
+                self._ledger.expire_later()
                 await self._bell.wait()
-        batch = self._ready.pop()
-        self._next = batch.revision + 1
-        return batch
+        return self._ready.pop()
 
     async def aclose(self) -> None:
         self._closed = True

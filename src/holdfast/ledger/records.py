@@ -20,7 +20,7 @@ import msgspec
 from holdfast.errors import Conflict, Corrupt, Fenced, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import Runtime
-from holdfast.ledger.types import Compare, Delete, Entry, Put, Txn, absent, unchanged
+from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged
 
 __all__ = [
     "KEEP",
@@ -163,13 +163,13 @@ async def _commit(
     entry = stored.entry if stored else None
     compare = unchanged(entry) if entry else absent(key)
     if not isinstance(verdict, Record):
-        txn = await runtime.ledger.txn([compare, *guards], [Delete(key)])
-        await _check_guards(runtime, txn, key, entry, guards)
+        txn = await runtime.ledger.txn([compare, *guards], [Delete(key)], [Get(key)])
+        _check_guards(txn, key, entry)
         return txn.succeeded, None
     bound = lease if lease is not None else (entry.lease if entry else 0)
     op = put(key, verdict, lease=bound, over=entry)
-    txn = await runtime.ledger.txn([compare, *guards], [op])
-    await _check_guards(runtime, txn, key, entry, guards)
+    txn = await runtime.ledger.txn([compare, *guards], [op], [Get(key)])
+    _check_guards(txn, key, entry)
     fresh = Entry(
         key,
         op.value,
@@ -181,9 +181,10 @@ async def _commit(
     return txn.succeeded, Stored(fresh, verdict)
 
 
-async def _check_guards(
-    runtime: Runtime, txn: Txn, key: str, entry: Entry | None, guards: Sequence[Compare]
-) -> None:
-    """Raise when it was a guard that failed: looking again would not help."""
-    if guards and not txn.succeeded and await runtime.ledger.get(key) == entry:
+def _check_guards(txn: Txn, key: str, entry: Entry | None) -> None:
+    """Raise when it was a guard that failed: looking again would not help.
+
+    The record was read by the transaction itself: a later look could find it changed back.
+    """
+    if not txn.succeeded and txn.results[0] == entry:
         raise Fenced(f"{key} was not changed: a guard no longer holds", key=key)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
+from holdfast.errors import Mistake
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Range, Txn
 from holdfast.ledger.url import open as open_async
@@ -44,7 +45,24 @@ class SyncLedger:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the ledger's own event loop, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._loop.is_closed() or threading.current_thread() is self._thread:
+            work.close()
+            raise Mistake(
+                "this ledger object is closed: open another one"
+                if self._loop.is_closed()
+                else "a call that waits cannot be made from the ledger's own event loop"
+            )
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # interrupted: nobody takes the answer any more
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._loop.is_closed()
 
     def close(self) -> None:
         """See `Ledger.close`. Closing twice does no harm."""
@@ -120,6 +138,7 @@ class SyncWatch:
         self._ledger = ledger
         self._watch = watch
         self._pending: asyncio.Task[Batch] | None = None
+        self._turn = asyncio.Lock()  # two threads may ask at once
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
         """The next batch, or None when nothing changed for `timeout_s`; nothing is missed."""
@@ -127,13 +146,14 @@ class SyncWatch:
 
     async def _next(self, timeout_s: float | None) -> Batch | None:
         # The waiting task outlives a time-out: cancelling it could swallow a batch.
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(anext(self._watch))
-        done, _ = await asyncio.wait((self._pending,), timeout=timeout_s)
-        if not done:
-            return None
-        task, self._pending = self._pending, None
-        return task.result()
+        async with self._turn:
+            if self._pending is None:
+                self._pending = asyncio.ensure_future(anext(self._watch))
+            done, _ = await asyncio.wait((self._pending,), timeout=timeout_s)
+            if not done:
+                return None
+            task, self._pending = self._pending, None
+            return task.result()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -147,13 +167,17 @@ class SyncWatch:
         return batch
 
     def close(self) -> None:
-        """Stop watching."""
-        self._ledger.run(self._close())
+        """Stop watching. Does no harm when the ledger has been closed before."""
+        if not self._ledger.closed:
+            self._ledger.run(self._close())
 
     async def _close(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-        await self._watch.aclose()
+        await self._watch.aclose()  # which ends whoever waits for it
+        task = self._pending
+        if task is not None:
+            await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # asked for, so that nobody complains about it
 
     def __enter__(self) -> Self:
         return self

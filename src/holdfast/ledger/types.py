@@ -265,6 +265,8 @@ def check_txn(compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequenc
                         f"the value of {_short(op.key)} must be bytes, not {type(op.value)}",
                         key=op.key,
                     )
+                if type(op.lease) is not int:
+                    raise Mistake(f"a lease is a number, not {op.lease!r}", key=op.key)
                 size += len(op.value)
     longest = max(len(compare), len(then), len(otherwise))
     if longest > MAX_TXN_OPS:

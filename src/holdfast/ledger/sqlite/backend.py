@@ -11,13 +11,14 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import apsw
 
-from holdfast.errors import HoldfastError, Mistake, Unavailable
+from holdfast.errors import HoldfastError, Mistake, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.sqlite.bells import Bell, bell_folder
 from holdfast.ledger.sqlite.engine import Engine
@@ -30,7 +31,10 @@ __all__ = ["SqliteLedger"]
 T = TypeVar("T")
 
 _GROUP_MAX = 256
-_CHECKPOINT_COMMITS = 1000
+_BREATH_S = 0.002
+_FOLD_PAGES = 4000
+_FOLD_COMMITS_MIN = 16
+"""Between two tries: a slow reader may be in the way."""
 
 _Job = tuple[Callable[[Write], Any], "asyncio.Future[Any] | None"]
 _FOLD: _Job = (lambda _: None, None)
@@ -43,7 +47,7 @@ class SqliteLedger(Ledger):
     def __init__(
         self, path: Path, *, full_sync: bool = False, timeouts: Timeouts | None = None
     ) -> None:
-        self._path = path
+        self._path = path.absolute()  # the process may change its folder
         self._full_sync = full_sync
         self._timeouts = timeouts or Timeouts()
         self._engine: Engine | None = None
@@ -61,6 +65,7 @@ class SqliteLedger(Ledger):
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._queued = 0
+        self._breath = 0.0
         self._commits = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._bells: dict[str, Bell] = {}
@@ -71,6 +76,8 @@ class SqliteLedger(Ledger):
         """Finish what is under way and close the file."""
         if self._engine is None:
             return
+        if self._pid != os.getpid():
+            return  # forked: the file, the bells and the thread are the parent's
         engine, self._engine = self._engine, None
         for bell in self._bells.values():
             for event in bell.listeners:
@@ -85,12 +92,15 @@ class SqliteLedger(Ledger):
         if self._engine is None:
             raise Mistake("this ledger object is not open: use 'async with ledger.open(url)'")
         if self._pid != os.getpid():
-            raise Mistake("this ledger was opened before a fork: open it anew in the child")
+            raise Mistake(
+                "this ledger was opened before a fork: open it after forking, or use spawn"
+            )
         return self._engine
 
     # ---- writing -------------------------------------------------------------
 
     async def _write(self, job: Callable[[Write], T]) -> T:
+        await self._breathe()
         engine = self._opened()
         if not self._full_sync and not self._queued and self._lock.acquire(blocking=False):
             try:
@@ -109,9 +119,17 @@ class SqliteLedger(Ledger):
         self._jobs.put((job, future))
         return await future
 
+    async def _breathe(self) -> None:
+        """Let the other tasks run now and then: calls here need not wait for anything, and
+        whoever makes one after the other would keep the loop from renewing leases."""
+        now = time.monotonic()
+        if now - self._breath > _BREATH_S:
+            await asyncio.sleep(0)
+            self._breath = time.monotonic()
+
     def _count(self, commits: int) -> None:
         self._commits += commits
-        if self._commits >= _CHECKPOINT_COMMITS:
+        if self._commits >= _FOLD_COMMITS_MIN and self._opened().log_pages >= _FOLD_PAGES:
             self._commits = 0
             self._jobs.put(_FOLD)
 
@@ -143,8 +161,12 @@ class SqliteLedger(Ledger):
         try:
             with self._lock:
                 return engine.write([job for job, _ in group], wait=True)
-        except HoldfastError as error:
+        except (Retriable, UnknownOutcome) as error:
             return [error] * len(group)
+        except Exception as error:  # noqa: BLE001 -- one job's fault must not stop the others
+            if len(group) == 1:
+                return [error]
+            return [result for job in group for result in self._commit([job])]
 
     def _fold(self) -> None:
         """Fold the write-ahead log into the file. If it cannot be now, then later."""
@@ -171,6 +193,7 @@ class SqliteLedger(Ledger):
 
     async def _sweep(self) -> Engine:
         """End leases whose time is up before reading, so that no reader sees them."""
+        await self._breathe()
         engine = self._opened()
         if engine.lease_due():
             await self._write(lambda _: None)
@@ -226,7 +249,10 @@ class SqliteLedger(Ledger):
         """Set `event` when something below `prefix` changes in any process."""
         bell = self._bells.get(prefix)
         if bell is None:
-            bell = self._bells[prefix] = Bell(bell_folder(self._path), prefix)
+            try:
+                bell = self._bells[prefix] = Bell(bell_folder(self._path), prefix)
+            except OSError as error:
+                raise Unavailable(f"no further watch can be opened here: {error}") from error
         bell.listeners.add(event)
 
     def unlisten(self, prefix: str, event: asyncio.Event) -> None:
@@ -241,7 +267,9 @@ class SqliteLedger(Ledger):
 
     async def changes(self, prefix: str, start: int) -> tuple[list[Batch], int]:
         """What a watch has to deliver now, and where it goes on."""
-        return (await self._sweep()).changes(prefix, start)
+        with contextlib.suppress(Retriable):  # somebody else can end those leases, later
+            await self._sweep()
+        return self._opened().changes(prefix, start)
 
     def pause_s(self) -> float:
         """How long a watch may sleep: to the back stop or to the end of the next lease."""

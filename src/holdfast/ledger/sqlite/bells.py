@@ -12,6 +12,7 @@ back stop). What a watch delivers comes from the ledger's history, never from he
 
 import asyncio
 import base64
+import bisect
 import contextlib
 import errno
 import os
@@ -45,8 +46,12 @@ class Bell:
         # Opened under a name that writers skip, so that they never see it without a reader.
         new = folder / f".{self._path.name}"
         os.mkfifo(new, 0o600)
-        # Also a writer itself: a pipe whose last writer left would poll as readable for ever.
-        self._fd = os.open(new, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            # Also a writer itself: without one it would poll as readable for ever.
+            self._fd = os.open(new, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
         new.rename(self._path)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_ring)
@@ -71,6 +76,16 @@ class Ringer:
         self._folder = folder
         self._stamp = (-1, 0)
         self._bells: list[tuple[bytes, Path]] = []
+        self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        """Remove the bells of dead processes, also those that nobody would ring again."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):  # noqa: PTH208 -- names are enough
+                if not name.startswith("."):
+                    fd = _touch(self._folder / name)
+                    if fd is not None:
+                        os.close(fd)
 
     def ring(self, keys: Iterable[str]) -> None:
         """Wake the watches of these keys. Never raises: the commit has already happened."""
@@ -78,9 +93,10 @@ class Ringer:
             self._refresh()
             if not self._bells:
                 return
-            raw = [key.encode() for key in keys]
+            raw = sorted(key.encode() for key in keys)
             for prefix, path in self._bells:
-                if any(key.startswith(prefix) for key in raw):
+                first = bisect.bisect_left(raw, prefix)
+                if first < len(raw) and raw[first].startswith(prefix):
                     _ring(path)
 
     def _refresh(self) -> None:
@@ -93,19 +109,28 @@ class Ringer:
         if changed == seen and looked - changed > _TICK_NS:
             return
         self._stamp = (changed, time.time_ns())
-        self._bells = [
-            (base64.urlsafe_b64decode(name.partition(".")[2]), self._folder / name)
-            for name in os.listdir(self._folder)  # noqa: PTH208 -- names are enough, and faster
-            if not name.startswith(".") and "." in name
-        ]
+        self._bells = []
+        for name in os.listdir(self._folder):  # noqa: PTH208 -- names are enough, and faster
+            if name.startswith(".") or "." not in name:
+                continue
+            with contextlib.suppress(ValueError):  # a file of somebody else: no bell
+                prefix = base64.urlsafe_b64decode(name.partition(".")[2])
+                self._bells.append((prefix, self._folder / name))
 
 
-def _ring(path: Path) -> None:
+def _touch(path: Path) -> int | None:
+    """Open a bell for ringing; remove it when nobody listens any more."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO:  # nobody reads it: its owner is dead
             path.unlink(missing_ok=True)
+        return None
+
+
+def _ring(path: Path) -> None:
+    fd = _touch(path)
+    if fd is None:
         return
     try:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # full: it has been rung

@@ -21,8 +21,8 @@ from holdfast import faults
 from holdfast.errors import HoldfastError, Mistake, NoRoom
 from holdfast.ledger.mvcc import compacted_error, lease_lost
 from holdfast.ledger.sqlite.bells import Ringer, bell_folder
-from holdfast.ledger.sqlite.file import connect, translate, translated, wait_for_lock
-from holdfast.ledger.sqlite.write import ENTRY, SHIFT, Write
+from holdfast.ledger.sqlite.file import connect, disconnect, translate, translated, wait_for_lock
+from holdfast.ledger.sqlite.write import ENTRY, SHIFT, Write, number
 from holdfast.ledger.types import Batch, Entry, Event, LeaseInfo, Page, prefix_end
 from holdfast.machine import boot_id
 
@@ -62,12 +62,23 @@ class Engine:
         self._busy_s = busy_s
         self._writer = connect(path, full_sync=full_sync, busy_s=busy_s)
         self._cursor = self._writer.cursor()
+        self.log_pages = 0
+        self._writer.set_wal_hook(self._on_log)
         # Readers only ever wait while another process repairs the log after a crash.
         self._reader = self._second(full_sync, busy_s)
         self._folder = self._second(full_sync, _FOLD_WAIT_S)
-        bell_folder(path).mkdir(exist_ok=True)
+        self._make_bell_folder()
         self._ringer = Ringer(bell_folder(path))
         self._end_old_leases()
+
+    def _make_bell_folder(self) -> None:
+        folder = bell_folder(self.path)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise Mistake(
+                f"{folder} is in the way: it must be a folder, or not be there"
+            ) from None
 
     def _second(self, full_sync: bool, wait_s: float) -> apsw.Connection:
         connection = connect(self.path, full_sync=full_sync, busy_s=self._busy_s, create=False)
@@ -76,9 +87,8 @@ class Engine:
 
     def close(self) -> None:
         """Close the file. SQLite folds its log into it when the last user leaves."""
-        self._folder.close()
-        self._reader.close()
-        self._writer.close()
+        for connection in (self._folder, self._reader, self._writer):
+            disconnect(connection, self.path)
 
     def now(self) -> float:
         """Seconds since this machine started, sleep included."""
@@ -126,6 +136,11 @@ class Engine:
         if write.changed:
             self._ringer.ring(write.changed)
         return results
+
+    def _on_log(self, _: apsw.Connection, __: str, pages: int) -> int:
+        """Called after every commit: how long the log is, whoever has written it."""
+        self.log_pages = pages
+        return apsw.SQLITE_OK
 
     def _begin(self) -> None:
         self._cursor.execute("BEGIN IMMEDIATE")
@@ -233,7 +248,12 @@ class Engine:
     @_reading
     def lease_info(self, lease: int) -> LeaseInfo:
         """Describe a living lease."""
-        row = self._read("SELECT ttl_s, deadline FROM lease WHERE id = ?", (lease,)).fetchone()
+        return self._at_one_moment(lambda: self._lease_info(lease))
+
+    def _lease_info(self, lease: int) -> LeaseInfo:
+        row = self._read(
+            "SELECT ttl_s, deadline FROM lease WHERE id = ?", (number(lease),)
+        ).fetchone()
         if row is None:
             raise lease_lost(lease)
         keys = self._read("SELECT key FROM entry WHERE lease = ? ORDER BY key", (lease,))

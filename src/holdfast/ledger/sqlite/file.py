@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +32,11 @@ from holdfast.machine import file_system_of, is_network_file_system
 __all__ = ["SCHEMA", "connect", "translate", "translated", "wait_for_lock"]
 
 T = TypeVar("T")
+
+# Which process opened which file, and how often. A forked child inherits this together with
+# SQLite's own table of open files: there SQLite believes to hold locks that only the parent
+# holds, and what the child commits is lost when the parent closes the file.
+_open: Counter[tuple[int, str]] = Counter()
 
 APPLICATION_ID = 0x48464C44  # "HFLD"
 SCHEMA = 1
@@ -67,6 +73,7 @@ CREATE INDEX lease_deadline ON lease (deadline);
 def connect(path: Path, *, full_sync: bool, busy_s: float, create: bool = True) -> apsw.Connection:
     """Open the file, make it a ledger if it is new, refuse it if it is something else."""
     _check_place(path, create=create)
+    _check_fork(path)
     with translated(path):
         flags = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if create else 0)
         connection = apsw.Connection(str(path), flags=flags)
@@ -75,7 +82,23 @@ def connect(path: Path, *, full_sync: bool, busy_s: float, create: bool = True) 
         except BaseException:
             connection.close()
             raise
+    _open[os.getpid(), str(path.resolve())] += 1
     return connection
+
+
+def disconnect(connection: apsw.Connection, path: Path) -> None:
+    """Close what `connect` has opened."""
+    connection.close()
+    _open[os.getpid(), str(path.resolve())] -= 1
+
+
+def _check_fork(path: Path) -> None:
+    for (pid, name), count in _open.items():
+        if count and pid != os.getpid() and name == str(path.resolve()):
+            raise Mistake(
+                f"this process was forked from one that had {path} open, and SQLite's locks do "
+                "not survive that: open the ledger after forking, or start processes with 'spawn'"
+            )
 
 
 def _check_place(path: Path, *, create: bool) -> None:
@@ -120,6 +143,16 @@ def _prepare(connection: apsw.Connection, path: Path, *, full_sync: bool) -> Non
 
 def _is_ours(connection: apsw.Connection, path: Path) -> bool:
     """True for a ledger, False for a new file; raises for anything else."""
+    if connection.in_transaction:
+        return _look(connection, path)
+    connection.execute("BEGIN")  # one moment: somebody may be making it a ledger just now
+    try:
+        return _look(connection, path)
+    finally:
+        connection.execute("COMMIT")
+
+
+def _look(connection: apsw.Connection, path: Path) -> bool:
     application = connection.pragma("application_id")
     if application == APPLICATION_ID:
         schema = connection.pragma("user_version")

@@ -23,7 +23,7 @@ from holdfast.ledger.types import (
     holds,
 )
 
-__all__ = ["ENTRY", "SHIFT", "Write"]
+__all__ = ["ENTRY", "SHIFT", "Write", "number"]
 
 HISTORY_REVISIONS = 100_000
 HISTORY_BYTES = 64 << 20
@@ -39,6 +39,11 @@ _BEGINNING = (
 )
 _NONE4 = (None,) * 4
 _NONE5 = (None,) * 5
+
+
+def number(lease: int) -> int:
+    """A lease's number as SQLite can hold it; what it cannot hold was never given (0)."""
+    return lease if 0 < lease < 1 << 63 else 0
 
 
 class Write:
@@ -68,7 +73,7 @@ class Write:
         succeeded = all(holds(one, self.get(one.key)) for one in compare)
         ops = then if succeeded else otherwise
         for lease in {op.lease for op in ops if isinstance(op, Put) and op.lease}:
-            if self._run("SELECT 1 FROM lease WHERE id = ?", (lease,)).fetchone() is None:
+            if self._run("SELECT 1 FROM lease WHERE id = ?", (number(lease),)).fetchone() is None:
                 raise lease_lost(lease)
         results: list[Entry | None] = []
         changes: list[Event] = []
@@ -136,11 +141,15 @@ class Write:
 
     def revoke(self, lease: int) -> None:
         """End a lease and delete its keys."""
+        lease = number(lease)
         keys = self._run(f"{ENTRY} WHERE lease = ? AND lease != 0 ORDER BY key", (lease,))
         gone = [Entry(*row) for row in keys.fetchall()]
         self._run("DELETE FROM entry WHERE lease = ? AND lease != 0", (lease,))
         self._run("DELETE FROM lease WHERE id = ?", (lease,))
-        self._record([Event(entry.key, None, entry) for entry in gone])
+        # A revision has room for a million changes; more keys than that go in several.
+        for first in range(0, len(gone), 1 << SHIFT):
+            part = gone[first : first + (1 << SHIFT)]
+            self._record([Event(entry.key, None, entry) for entry in part])
 
     def end_all_leases(self, boot: str) -> None:
         """End the leases of an earlier boot, whose clock is not ours."""
@@ -157,7 +166,7 @@ class Write:
 
     def keep_alive(self, lease: int) -> float:
         """Let a living lease begin again."""
-        row = self._run("SELECT ttl_s FROM lease WHERE id = ?", (lease,)).fetchone()
+        row = self._run("SELECT ttl_s FROM lease WHERE id = ?", (number(lease),)).fetchone()
         if row is None:
             raise lease_lost(lease)
         ttl_s: float = row[0]

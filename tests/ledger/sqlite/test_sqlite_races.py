@@ -1,0 +1,187 @@
+"""Schedules that once broke a promise of the sqlite ledger; each must stay mended."""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import ledger
+from holdfast.errors import LeaseLost, Mistake
+from holdfast.ledger import Keeper, LiveRuntime, Put, open_sync
+from holdfast.ledger.sqlite.bells import bell_folder
+
+_fork = multiprocessing.get_context("fork")
+
+
+def _in_child(act: object) -> int:
+    """Run something in a forked child; its exit code says how it went."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = act()  # type: ignore[operator]
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_child_of_a_process_that_has_it_open_may_not_open_it(tmp_path: Path) -> None:
+    """SQLite's locks lie after a fork: what the child commits would be lost."""
+    url = f"sqlite:///{tmp_path}/x.db"
+
+    def child() -> int:
+        try:
+            open_sync(url)
+        except Mistake as error:
+            return 7 if "forked" in str(error) else 2
+        return 3
+
+    with open_sync(url) as led:
+        led.txn([], [Put("/a", b"")])
+        assert _in_child(child) == 7
+
+    def later_child() -> int:
+        open_sync(url).close()
+        return 9
+
+    assert _in_child(later_child) == 9, "after the close it may"
+
+
+async def test_closing_the_inherited_object_leaves_the_parent_alone(tmp_path: Path) -> None:
+    """A forked child that cleans up must not silence its parent's watches."""
+    async with (
+        ledger.open(f"sqlite:///{tmp_path}/x.db") as led,
+        led.watch("/", start=1) as watch,
+    ):
+        bells = list(bell_folder(tmp_path / "x.db").iterdir())
+
+        def child() -> int:
+            led.close().send(None)
+            return 0
+
+        try:
+            _in_child(child)
+        finally:
+            assert list(bell_folder(tmp_path / "x.db").iterdir()) == bells
+        await led.txn([], [Put("/a", b"")])
+        began = time.monotonic()
+        await anext(watch)
+        assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.parametrize("sync", ["normal", "full"])
+async def test_an_impossible_lease_harms_nobody_else(tmp_path: Path, sync: str) -> None:
+    """A number that SQLite cannot hold is a lease that was never given; others go on."""
+    async with ledger.open(f"sqlite:///{tmp_path}/x.db?sync={sync}") as led:
+        for lease in (2**64, -1, 2**63):
+            with pytest.raises(LeaseLost):
+                await led.keep_alive(lease)
+            with pytest.raises(LeaseLost):
+                await led.txn([], [Put("/a", b"", lease)])
+            await led.revoke(lease)
+        async with asyncio.timeout(5):
+            await led.txn([], [Put("/b", b"")])
+        assert await led.get("/a") is None
+        with pytest.raises(Mistake):
+            await led.txn([], [Put("/a", b"", None)])  # type: ignore[arg-type]
+
+
+async def test_a_foreign_file_among_the_bells_is_no_bell(tmp_path: Path) -> None:
+    async with ledger.open(f"sqlite:///{tmp_path}/x.db") as led:
+        (bell_folder(tmp_path / "x.db") / "notes.txt").write_text("hello")
+        (bell_folder(tmp_path / "x.db") / "notes.é").write_text("hello")
+        async with led.watch("/", start=1) as watch:
+            await led.txn([], [Put("/a", b"")])
+            async with asyncio.timeout(5):
+                await anext(watch)
+
+
+def _open_at_once(path: Path, gate: object, answers: object) -> None:
+    gate.wait()  # type: ignore[attr-defined]
+    try:
+        open_sync(f"sqlite:///{path}").close()
+        answers.put("")  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001 -- reported to the test
+        answers.put(repr(error))  # type: ignore[attr-defined]
+
+
+def test_many_processes_may_make_the_same_new_file(tmp_path: Path) -> None:
+    """Nobody takes the half-made file of another for something else."""
+    for round_ in range(15):
+        gate, answers = _fork.Barrier(4), _fork.SimpleQueue()
+        path = tmp_path / f"{round_}.db"
+        children = [
+            _fork.Process(target=_open_at_once, args=(path, gate, answers)) for _ in range(4)
+        ]
+        for child in children:
+            child.start()
+        assert [answers.get() for _ in children] == [""] * 4
+        for child in children:
+            child.join()
+
+
+async def test_a_busy_task_does_not_starve_a_keeper(tmp_path: Path) -> None:
+    """Calls that need not wait still let the others run: the lease is kept."""
+    async with (
+        ledger.open(f"sqlite:///{tmp_path}/x.db") as led,
+        Keeper(LiveRuntime(led), 0.4) as keeper,
+    ):
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            await led.get("/a")
+        assert keeper.believes()
+        assert await led.keep_alive(keeper.id) == 0.4
+
+
+async def test_the_log_is_bounded_whoever_writes_it(tmp_path: Path) -> None:
+    """Large values, and writers that leave early: the log is folded all the same."""
+    path = tmp_path / "x.db"
+    async with ledger.open(f"sqlite:///{path}") as led:
+        await led.txn([], [Put("/quiet", b"")])
+        for _ in range(8):
+            async with ledger.open(f"sqlite:///{path}") as other:
+                for number in range(20):
+                    await other.txn([], [Put("/big", bytes([number]) * 900_000)])
+        assert path.with_name("x.db-wal").stat().st_size < 100 << 20
+
+
+async def test_dead_bells_are_removed(tmp_path: Path) -> None:
+    """What a killed watcher leaves behind is gone after the next start, whatever its prefix."""
+    path = tmp_path / "x.db"
+    async with ledger.open(f"sqlite:///{path}"):
+        os.mkfifo(bell_folder(path) / "0123456789abcdef.L25vYm9keS8=")
+    async with ledger.open(f"sqlite:///{path}"):
+        assert list(bell_folder(path).iterdir()) == []
+
+
+async def test_a_change_of_folder_does_not_deafen_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with ledger.open("sqlite:///x.db") as led:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        async with led.watch("/", start=1) as watch:
+            waiting = asyncio.ensure_future(anext(watch))
+            await asyncio.sleep(0)
+            await led.txn([], [Put("/a", b"")])
+            async with asyncio.timeout(0.9):  # less than the back stop
+                await waiting
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.long
+def test_more_keys_than_a_revision_holds_under_one_lease(tmp_path: Path) -> None:
+    """A million and more keys end with their lease; the ledger works on."""
+    with open_sync(f"sqlite:///{tmp_path}/x.db") as led:
+        lease = led.grant(600)
+        count = (1 << 20) + 100
+        for first in range(0, count, 128):
+            keys = range(first, min(first + 128, count))
+            led.txn([], [Put(f"/k/{number}", b"", lease.id) for number in keys])
+        led.revoke(lease.id)
+        led.txn([], [Put("/after", b"")])
+        assert [entry.key for entry in led.range("/").entries] == ["/after"]
