@@ -2,11 +2,13 @@
 
 Subcommands live with the parts they belong to and are imported when they are called.
 Exit codes: 0 done; 1 what was checked does not hold; 2 the call must be changed; 3 try
-again later (unavailable, or the outcome is unknown); 4 gone or not found; 5 fenced;
-6 corrupt; 70 a bug in Holdfast; 130 interrupted.
+again later; 4 gone or not found; 5 fenced;
+6 corrupt; 7 the outcome is unknown: look before trying again; 70 a bug in Holdfast;
+130 interrupted; 141 the reader of the output has left.
 """
 
 import json
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -17,6 +19,8 @@ from holdfast import __version__
 from holdfast.errors import HoldfastError
 
 __all__ = ["main"]
+
+_LEFT = 141  # what a shell reports for a program that SIGPIPE has ended
 
 # name -> (module, attribute, one line for the overview)
 _COMMANDS = {
@@ -50,7 +54,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99},
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad call, 3 try again later, 4 gone or not "
-    "found, 5 fenced, 6 corrupt, 70 a bug, 130 interrupted. "
+    "found, 5 fenced, 6 corrupt, 7 outcome unknown (look first), 70 a bug, 130 interrupted. "
     "Every command has a --help of its own.",
 )
 @click.version_option(__version__, prog_name="holdfast")
@@ -91,27 +95,54 @@ def main() -> None:
     """Run the command line; errors become one line and an exit code."""
     debug = "--debug" in sys.argv
     try:
-        sys.exit(cli.main(standalone_mode=False))
-    except click.exceptions.Abort:
-        sys.exit(130)
+        code = _run()
+    except click.exceptions.Exit as end:
+        code = end.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = 130
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except HoldfastError as error:
         _complain(str(error), debug=debug)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
-        sys.stderr.close()
-        sys.exit(0)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = _LEFT
+    except OSError as error:
+        _complain(f"the system refused: {error}", debug=debug)
+        code = 3
     except Exception as error:  # noqa: BLE001 -- the outermost boundary
         _complain(
             f"internal error: {type(error).__name__}: {error} "
             "(run again with --debug before the command to see where)",
             debug=debug,
         )
-        sys.exit(70)
+        code = 70
+    sys.exit(_flushed(code))
+
+
+def _run() -> int:
+    # Not click's own main(): it turns a reader who has left into exit code 1.
+    with cli.make_context("holdfast", sys.argv[1:]) as context:
+        if plan := os.environ.get("HOLDFAST_FAULTS"):
+            from holdfast import faults as fault_points
+
+            fault_points.check(plan)  # a misspelt point would never fire
+        cli.invoke(context)
+    return 0
+
+
+def _flushed(code: int) -> int:
+    """Write out what is left; a reader who has left meanwhile must not raise again."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return code or _LEFT
+        _complain(f"the output could not be written: {error}", debug=False)
+        return code or 3
+    return code
 
 
 def _complain(message: str, *, debug: bool) -> None:

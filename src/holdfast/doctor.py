@@ -9,6 +9,7 @@ warning and failure says what to do.
 import asyncio
 import ctypes
 import dataclasses
+import difflib
 import importlib.util
 import json
 import os
@@ -81,7 +82,12 @@ def check_python(version: Sequence[int]) -> Check:
 def check_disk(path: Path, free_bytes: int | None) -> Check:
     """The disk has room for weights and logs; None means that the path is not there."""
     if free_bytes is None:
-        return Check("disk", "fail", f"{path} is not there", "make the folder, or name another")
+        return Check(
+            "disk",
+            "fail",
+            f"{path} is no folder that can be written to",
+            "make it, or name another",
+        )
     detail = f"{_size(free_bytes)} free at {path}"
     if free_bytes < _GIB:
         return Check("disk", "fail", detail, "free at least 1 GiB, or choose another --path")
@@ -179,7 +185,11 @@ def check_timeouts(text: str | None, source: str) -> Check:
     if text is None:
         return Check("time-outs", "fail", f"{source} cannot be read", "name a readable TOML file")
     try:
-        section = tomllib.loads(text).get("timeouts", {})
+        sections = tomllib.loads(text)
+        others = sections.keys() - {"timeouts"}
+        if near := difflib.get_close_matches("timeouts", others, n=1):
+            raise Mistake(f"nobody reads [{near[0]}]: write [timeouts]")
+        section = sections.get("timeouts", {})
         if not isinstance(section, dict):
             raise Mistake("timeouts must be a table: write [timeouts]")
         Timeouts.parse(section).check()
@@ -242,7 +252,7 @@ def examine(
     ledger_path = _sqlite_path(ledger) if ledger else None
     checks = [
         check_python(sys.version_info[:3]),
-        check_disk(path, _read(lambda: shutil.disk_usage(path).free)),
+        check_disk(path, _read(lambda: _free_bytes(path))),
         check_shared_memory(*(_read(lambda: shutil.disk_usage(_SHM)[::2]) or (0, 0))),
         # With no ledger named, the embedded default would lie at the path.
         check_file_system(path, *file_system_of(path), sqlite=ledger is None),
@@ -262,8 +272,15 @@ def examine(
         text = _read(lambda: config.read_text(encoding="utf-8"))
         checks.append(check_timeouts(text, str(config)))
     if ledger is not None:
-        checks.append(check_ledger(ledger, Timeouts().ledger_call_s))
+        # A little longer than the ledger's own limit: its reason says more than our silence.
+        checks.append(check_ledger(ledger, Timeouts().ledger_call_s + 1.0))
     return tuple(checks)
+
+
+def _free_bytes(path: Path) -> int:
+    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        raise NotADirectoryError(path)
+    return shutil.disk_usage(path).free
 
 
 def _read(reading: Callable[[], T]) -> T | None:

@@ -102,7 +102,7 @@ class TimedOut(Retriable):
 class UnknownOutcome(HoldfastError):
     """The call may or may not have taken effect: look before trying again."""
 
-    exit_code = 3
+    exit_code = 7
 
 
 class Gone(HoldfastError):

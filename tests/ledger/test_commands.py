@@ -1,7 +1,9 @@
 """`holdfast ledger`: what people see and do, through the real command."""
 
 import asyncio
+import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +49,7 @@ def test_ls_and_get(url: str) -> None:
 
 def test_complaints_are_one_line_with_a_meaningful_code(url: str, tmp_path: Path) -> None:
     assert "there is no key /nope" in _run("ledger", "get", url, "/nope", code=4)
-    assert "there is no ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/y.db", code=2)
+    assert "there is no ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/y.db", code=4)
     assert not (tmp_path / "y.db").exists(), "looking does not create"
     assert "is not a ledger URL" in _run("ledger", "ls", "nonsense", code=2)
     (tmp_path / "junk").write_bytes(b"junk" * 1000)
@@ -83,7 +85,7 @@ def test_break_lease_is_recorded_before_it_happens(url: str) -> None:
     assert record["user"]
     assert "there is no key" in _run("ledger", "get", url, "/runs/b", code=4)
     assert _run("ledger", "leases", url) == ""
-    assert "has ended" in _run("ledger", "break-lease", url, "1", "--reason", "x", code=4)
+    assert "no living" in _run("ledger", "break-lease", url, "1", "--reason", "x", code=4)
 
 
 def test_break_lease_asks_and_needs_a_reason(url: str) -> None:
@@ -145,7 +147,7 @@ def test_check_and_compact(url: str) -> None:
             led.txn([], [Put("/n", str(number).encode())])
     assert "is forgotten" in _run("ledger", "compact", url, "--keep", "10")
     assert "0 problems" in _run("ledger", "check", url)
-    assert "nothing to forget" in _run("ledger", "compact", url, "--keep", "1000", code=3)
+    assert "nothing to forget" in _run("ledger", "compact", url, "--keep", "1000")
 
 
 def test_check_finds_damage(url: str, tmp_path: Path) -> None:
@@ -158,6 +160,82 @@ def test_check_finds_damage(url: str, tmp_path: Path) -> None:
     result = subprocess.run([*HOLDFAST, "ledger", "check", url], capture_output=True, text=True)
     assert result.returncode == 1
     assert "differ from the last change" in result.stdout
+
+
+def test_a_backup_never_replaces_what_is_no_backup(url: str, tmp_path: Path) -> None:
+    """Not the ledger, not its companions, not a pipe, not a link: also not with --force."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("x.db", "x.db-wal", "x.db-bells", "pipe", "link"):
+        _run("ledger", "backup", url, str(tmp_path / name), "--force", code=2)
+    assert "0 problems" in _run("ledger", "check", url)
+
+
+def test_a_reader_who_leaves_is_no_failed_check(url: str) -> None:
+    """`| head` ends as it does for every other program: with SIGPIPE's code, quietly."""
+    with open_sync(url) as led:
+        for number in range(3000):
+            led.txn([], [Put(f"/many/{number:0200}", b"x")])
+    with subprocess.Popen(
+        [*HOLDFAST, "ledger", "ls", url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(30) == 141
+
+
+def test_output_that_cannot_be_written_is_said(url: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [*HOLDFAST, "ledger", "ls", url], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 3
+    assert "No space left" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_putting_by_hand_is_checked_before_it_is_recorded(url: str, tmp_path: Path) -> None:
+    """What cannot be done leaves neither a record nor a new file; a reason is a reason."""
+    new = f"sqlite:///{tmp_path}/new.db"
+    _run("ledger", "put", new, "no slash", "v", "--reason", "r", code=2)
+    _run("ledger", "put", new, "/k", "v", "--reason", "  ", code=2)
+    assert not (tmp_path / "new.db").exists()
+    odd = subprocess.run(
+        [*HOLDFAST, "ledger", "put", url, "/odd", b"\xff\xfe", "--reason", "bytes"],
+        capture_output=True,
+    )
+    assert odd.returncode == 0
+    row = json.loads(_run("ledger", "get", "--json", url, "/odd"))
+    assert base64.b64decode(row["value_base64"]) == b"\xff\xfe"
+
+
+def test_more_mistakes_are_clear(url: str, tmp_path: Path) -> None:
+    spaced = f"sqlite:///{tmp_path}/a%20b.db"
+    _run("ledger", "put", spaced, "/k", "v", "--reason", "r")
+    assert _run("ledger", "get", spaced, "/k") == "v\n"
+    assert "write sqlite:///" in _run("ledger", "ls", "sqlite:x.db", code=2)
+    assert "one process" in _run("ledger", "ls", "memory:", code=2)
+    assert "no living lease 99" in _run(
+        "ledger", "break-lease", url, "99", "--reason", "r", code=4
+    )
+    assert "secret" not in _run("ledger", "ls", "etcd://u:secret@h:1?timeout=x", code=2)
+    for args in (("--from", "0"), ("--count", "0")):
+        _run("ledger", "watch", url, *args, code=2)
+
+
+def test_a_misspelt_fault_point_is_refused(url: str) -> None:
+    """A plan that can never fire must not look like a plan that was survived."""
+    result = subprocess.run(
+        [*HOLDFAST, "ledger", "ls", url],
+        env={"HOLDFAST_FAULTS": "ledger.sqlite.after_comit:kill@1", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "after_commit" in result.stderr
 
 
 def test_help_and_version() -> None:

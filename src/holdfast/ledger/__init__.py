@@ -7,6 +7,7 @@
 """
 
 from holdfast.ledger.base import Ledger, Watch
+from holdfast.ledger.election import Election, Leadership
 from holdfast.ledger.follow import Step, follow
 from holdfast.ledger.leases import Keeper
 from holdfast.ledger.records import KEEP, REMOVE, Record, Stored, update
@@ -47,10 +48,12 @@ __all__ = [
     "Batch",
     "Compare",
     "Delete",
+    "Election",
     "Entry",
     "Event",
     "Get",
     "Keeper",
+    "Leadership",
     "Lease",
     "LeaseInfo",
     "Ledger",

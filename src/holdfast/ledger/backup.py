@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import Corrupt, Mistake, NoRoom, TooNew
+from holdfast.errors import Corrupt, Mistake, NoRoom, NotFound, TooNew
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.types import MAX_TXN_BYTES, Delete, Entry, Op, Put, absent, value_is
 
@@ -107,7 +107,7 @@ def read(path: Path) -> list[Entry]:
                 if isinstance(line, _Line):
                     entries.append(Entry(line.key, line.value, 0, 0, 0, int(line.lease)))
     except (FileNotFoundError, IsADirectoryError):
-        raise Mistake(f"there is no backup at {path}") from None
+        raise NotFound(f"there is no backup at {path}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass  # said below, in the same words as for a file that ends too early
     raise Corrupt(f"{path} is not a whole backup of a ledger: it is damaged or was cut off")

@@ -1,19 +1,23 @@
 """`holdfast ledger ...`: looking into a ledger, and looking after it."""
 
 import asyncio
+import base64
 import json
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import click
 
-from holdfast.errors import Compacted, Conflict, Mistake, NotFound
+from holdfast.errors import Compacted, Denied, LeaseLost, Mistake, NotFound
 from holdfast.ledger import backup as backups
 from holdfast.ledger.audit import audited
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.check import check as check_ledger
-from holdfast.ledger.types import Batch, Delete, Entry, Put, check_key
+from holdfast.ledger.memory import MemoryLedger
+from holdfast.ledger.sqlite import SqliteLedger
+from holdfast.ledger.types import Batch, Delete, Entry, Put, check_key, check_txn
 from holdfast.ledger.url import open, without_password
 
 __all__ = ["ledger"]
@@ -34,16 +38,35 @@ def _with(
     url: str, work: Callable[[Ledger], Coroutine[Any, Any, None]], *, new: bool = False
 ) -> None:
     """Open the ledger, do something with it, close it."""
-    if url.startswith("sqlite:") and not new:
-        path = Path(url.removeprefix("sqlite:///").partition("?")[0])
-        if not path.exists():
-            raise Mistake(f"there is no ledger at {path}: check the path")
+    ledger = open(url)
+    if isinstance(ledger, MemoryLedger):
+        raise Mistake("memory: lives inside one process: name a sqlite or an etcd ledger")
+    if isinstance(ledger, SqliteLedger) and not new and not _is_there(ledger.path):
+        raise NotFound(f"there is no ledger at {ledger.path}: check the path")
 
     async def main() -> None:
-        async with open(url) as opened:
-            await work(opened)
+        async with ledger:
+            await work(ledger)
 
     asyncio.run(main())
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        raise Denied(f"no right to look into {path.parent}") from None
+
+
+def _reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not value.strip():
+        raise click.BadParameter("say why, in words", context, parameter)
+    return value.encode(errors="replace").decode()
+
+
+_reason_option = click.option(
+    "--reason", required=True, callback=_reason, help="Why; it is written into the ledger."
+)
 
 
 def _text(value: bytes) -> str:
@@ -54,9 +77,14 @@ def _text(value: bytes) -> str:
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
+    """An entry for machines; a value that is not text comes as base64."""
+    try:
+        value = {"value": entry.value.decode()}
+    except UnicodeDecodeError:
+        value = {"value_base64": base64.b64encode(entry.value).decode()}
     return {
         "key": entry.key,
-        "value": _text(entry.value),
+        **value,
         "version": entry.version,
         "created": entry.create_revision,
         "modified": entry.mod_revision,
@@ -111,9 +139,11 @@ def get(url: str, key: str, as_json: bool) -> None:
 @ledger.command("watch")
 @click.argument("url")
 @click.argument("prefix", default="/")
-@click.option("--from", "start", type=int, help="Begin at this revision instead of now.")
+@click.option(
+    "--from", "start", type=click.IntRange(1, 1 << 62), help="Begin at this revision, not now."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per change.")
-@click.option("--count", type=int, help="Stop after this many transactions.")
+@click.option("--count", type=click.IntRange(1), help="Stop after this many transactions.")
 def watch(url: str, prefix: str, start: int | None, as_json: bool, count: int | None) -> None:
     """Follow what changes below PREFIX, live, until Ctrl-C.
 
@@ -184,7 +214,7 @@ def leases(url: str, as_json: bool) -> None:
 @ledger.command("break-lease")
 @click.argument("url")
 @click.argument("lease", type=int)
-@click.option("--reason", required=True, help="Why; it is written into the ledger.")
+@_reason_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def break_lease(url: str, lease: int, reason: str, yes: bool) -> None:
     """End somebody's lease by hand: the keys bound to it vanish at once.
@@ -194,7 +224,12 @@ def break_lease(url: str, lease: int, reason: str, yes: bool) -> None:
     """
 
     async def work(led: Ledger) -> None:
-        info = await led.lease_info(lease)
+        try:
+            info = await led.lease_info(lease)
+        except LeaseLost:
+            raise NotFound(
+                f"there is no living lease {lease}: see `holdfast ledger leases URL`"
+            ) from None
         click.echo(f"lease {lease} has {info.remaining_s:.1f} s left and holds:", err=True)
         for key in info.keys:
             click.echo(f"  {key}", err=True)
@@ -211,13 +246,18 @@ def break_lease(url: str, lease: int, reason: str, yes: bool) -> None:
 @click.argument("url")
 @click.argument("key")
 @click.argument("value")
-@click.option("--reason", required=True, help="Why; it is written into the ledger.")
+@_reason_option
 def put(url: str, key: str, value: str, reason: str) -> None:
-    """Write KEY by hand. Recorded below /holdfast/audit, like break-lease."""
+    """Write KEY by hand. Recorded below /holdfast/audit, like break-lease.
+
+    On sqlite the file is made if it is not there yet.
+    """
+    op = Put(key, os.fsencode(value))
+    check_txn([], [op], [])
 
     async def work(led: Ledger) -> None:
         await audited(led, "put", reason, key, (key,))
-        txn = await led.txn([], [Put(key, value.encode())])
+        txn = await led.txn([], [op])
         click.echo(f"{key} written at revision {txn.revision}")
 
     _with(url, work, new=True)
@@ -226,7 +266,7 @@ def put(url: str, key: str, value: str, reason: str) -> None:
 @ledger.command("delete")
 @click.argument("url")
 @click.argument("key")
-@click.option("--reason", required=True, help="Why; it is written into the ledger.")
+@_reason_option
 def delete(url: str, key: str, reason: str) -> None:
     """Delete KEY by hand. Recorded below /holdfast/audit, like break-lease."""
 
@@ -246,8 +286,7 @@ def delete(url: str, key: str, reason: str) -> None:
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def backup(url: str, file: Path, force: bool) -> None:
     """Write everything, as of one revision, to FILE."""
-    if file.exists() and not force:
-        raise Mistake(f"{file} is there already: choose another name, or use --force")
+    _check_target(url, file, force=force)
     if not file.absolute().parent.is_dir():
         raise Mistake(f"the folder {file.absolute().parent} is not there: create it first")
 
@@ -256,6 +295,21 @@ def backup(url: str, file: Path, force: bool) -> None:
         click.echo(f"{count} entries as of revision {revision} are in {file}")
 
     _with(url, work)
+
+
+def _check_target(url: str, file: Path, *, force: bool) -> None:
+    """Refuse to write a backup over anything but an earlier backup."""
+    if file.exists() and not file.is_file():
+        raise Mistake(f"{file} is not an ordinary file: choose another name")
+    if file.is_symlink():
+        raise Mistake(f"{file} is a link: name the file itself")
+    ledger = open(url)
+    if isinstance(ledger, SqliteLedger):
+        own = [ledger.path.name + tail for tail in ("", "-wal", "-shm", "-bells")]
+        if file.resolve().parent == ledger.path.resolve().parent and file.name in own:
+            raise Mistake(f"{file} belongs to the ledger itself: choose another name")
+    if file.exists() and not force:
+        raise Mistake(f"{file} is there already: choose another name, or use --force")
 
 
 @ledger.command("restore")
@@ -302,7 +356,8 @@ def compact(url: str, keep: int) -> None:
     async def work(led: Ledger) -> None:
         revision = (await led.range("/holdfast/")).revision
         if revision - keep < 1:
-            raise Conflict(f"there are only {revision} revisions: nothing to forget")
+            click.echo(f"there are only {revision} revisions: nothing to forget")
+            return
         await led.compact(revision - keep)
         click.echo(f"history up to revision {revision - keep} is forgotten")
 

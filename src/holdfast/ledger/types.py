@@ -277,7 +277,7 @@ def check_txn(compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequenc
     if size > MAX_TXN_BYTES:
         raise TooLarge(
             f"the transaction has {size} bytes; the limit is {MAX_TXN_BYTES}: "
-            "keep large values in holdfast.transfer and put a reference here"
+            "keep large values elsewhere and put a reference here"
         )
 
 

@@ -27,7 +27,7 @@ def open(url: str) -> Ledger:
     """
     scheme, colon, rest = url.partition(":")
     if not colon:
-        raise Mistake(f"{url!r} is not a ledger URL: use {_FORMS}")
+        raise Mistake(f"{without_password(url)!r} is not a ledger URL: use {_FORMS}")
     if scheme == "memory":
         return _memory(url, rest)
     if scheme == "sqlite":
@@ -69,7 +69,9 @@ def _sqlite(url: str, rest: str) -> Ledger:
 def _etcd(url: str, rest: str) -> Ledger:
     address, options = _split(url, rest, {"tls", "ca", "cert", "key", "timeout"})
     if not address.startswith("//") or address == "//":
-        raise Mistake(f"{url!r}: write etcd://host:port, several separated by commas")
+        raise Mistake(
+            f"{without_password(url)!r}: write etcd://host:port, several separated by commas"
+        )
     login, _, hosts = address[2:].rpartition("@")
     user, _, password = login.partition(":")
     endpoints = [_endpoint(url, one) for one in hosts.split(",")]
@@ -78,12 +80,15 @@ def _etcd(url: str, rest: str) -> Ledger:
     except ValueError:
         timeout_s = 0.0
     if not 0 < timeout_s <= 3600:
-        raise Mistake(f"{url!r}: timeout is a number of seconds, not {options['timeout']!r}")
+        raise Mistake(
+            f"{without_password(url)!r}: timeout is a number of seconds, "
+            f"not {options['timeout']!r}"
+        )
     try:
         from holdfast.ledger.etcd import EtcdLedger
     except ModuleNotFoundError as error:
         raise MissingPackage(
-            f"etcd:// needs the package {error.name}: pip install 'holdfast[etcd]'"
+            f"etcd:// needs the package {error.name} (the extra 'etcd' of holdfast): install it"
         ) from None
     return EtcdLedger(
         endpoints,

@@ -281,6 +281,9 @@ def _unwind(trail: _Trail) -> list[Operation]:
 
 def main(paths: Sequence[str]) -> int:
     """Check saved histories and tell; 1 when one is rejected, 2 when one cannot be decided."""
+    if not paths or paths[0].startswith("-"):
+        sys.stderr.write("usage: python -m holdfast.sim.linearizability FILE...\n")
+        return 2
     outcomes = set()
     for path in paths:
         try:

@@ -53,6 +53,11 @@ class SqliteLedger(Ledger):
         self._engine: Engine | None = None
         self._pid = 0
 
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._path
+
     async def start(self) -> None:
         """Open the file, making it if it is new."""
         if self._engine is not None:
