@@ -121,7 +121,7 @@ def test_flipped_bytes_are_found(tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
     if os.geteuid() != 0:
-        pytest.fail("mounting a small tmpfs needs root: run the tests as root, or in a container")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
     folder = tmp_path / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
