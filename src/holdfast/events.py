@@ -302,6 +302,8 @@ def configure(
 ) -> EventLog:
     """Make this the log that `emit` writes to, in place of the one before."""
     global _default
+    if _default is not None and _default.path == path:
+        unconfigure()  # a file has one writer, also within a process
     log = EventLog(path, process=process, sinks=sinks)
     before, _default = _default, log
     if before is not None:
@@ -397,6 +399,8 @@ def read(path: Path) -> Iterator[Event]:
                 yield event
             elif line.endswith(b"\n") or len(line) > MAX_LINE_BYTES:
                 raise Corrupt(f"{path}: line {number} is not a whole event")
+            else:
+                return  # its rest may come while we look: that would not be a line
 
 
 def _decode(line: bytes) -> Event | None:

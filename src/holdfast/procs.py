@@ -3,8 +3,10 @@
 Invariants: a child started here is killed by the kernel when the thread that started
 it ends, however the parent dies (start children from a thread that lives as long as
 they should); a child leads its own process group, so `kill_group` ends it together with
-whatever it started. Nothing here ever signals a process that it did not start: a child
-that has ended stays a zombie, and so keeps its pid, until its group has been killed.
+whatever it started, except for what left the group (setsid, a daemon). The kernel kills
+the child only: what it started dies with it if it was started here too. Nothing here
+ever signals a process that it did not start: a child that has ended stays a zombie, and so
+keeps its pid, until its group has been killed.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
+from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, Unavailable
 
 __all__ = ["Child", "die_with_parent", "free_ports", "spawn"]
 
@@ -170,6 +172,8 @@ def spawn(
             raise Mistake(f"{argv[0]} cannot start in {cwd}: there is no such folder") from None
         what = f" (install the package {package})" if package else ""
         raise MissingPackage(f"the program {argv[0]} was not found{what}") from None
+    except PermissionError:
+        raise Denied(f"the program {argv[0]} may not be run, or not in {cwd or '.'}") from None
     finally:
         if log is not None and not isinstance(sink, int | None):
             sink.close()

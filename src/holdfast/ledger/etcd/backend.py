@@ -27,7 +27,9 @@ from holdfast.ledger.etcd.http import Client, Forbidden
 from holdfast.ledger.etcd.watch import EtcdWatch
 from holdfast.ledger.types import (
     Compare,
+    Delete,
     Entry,
+    Get,
     Lease,
     LeaseInfo,
     Op,
@@ -47,6 +49,8 @@ _TXN = "/v3/kv/txn"
 # A leader that has just been chosen may not have heard of a new lease yet and call it
 # lost; so a lost lease is asked for twice. One that ended never comes back.
 _SECOND_LOOK_S = 0.1
+_FIRST_PAGE_ENTRIES = 16
+_PAGE_BYTES = 8 << 20
 
 
 class EtcdLedger(Ledger):
@@ -78,6 +82,7 @@ class EtcdLedger(Ledger):
             timeout_s=timeout_s,
         )
         self._watches: set[EtcdWatch] = set()
+        self._page_entries = _FIRST_PAGE_ENTRIES
 
     # ---- life ------------------------------------------------------------------
 
@@ -111,6 +116,8 @@ class EtcdLedger(Ledger):
     async def _page(self, prefix: str, after: str, limit: int, revision: int) -> Page:
         first = after.encode() + b"\0" if after else prefix.encode()
         end = prefix_end(prefix).encode()
+        # A page of large values would take longer than a call may: begin small.
+        limit = min(limit, self._page_entries if after else _FIRST_PAGE_ENTRIES)
         while True:
             request = wire.range_json(first, end, limit=limit, revision=revision)
             try:
@@ -118,6 +125,8 @@ class EtcdLedger(Ledger):
             except wire.Fault as fault:
                 _raise_history(fault, revision)
             revision = revision or answer.header.revision
+            size = sum(len(kv.value) for kv in answer.kvs) // max(1, len(answer.kvs))
+            self._page_entries = max(1, _PAGE_BYTES // max(1, size))
             entries = tuple(one for kv in answer.kvs if (one := wire.entry(kv)) is not None)
             if entries or not answer.more:
                 return Page(entries, revision, answer.more)
@@ -131,8 +140,11 @@ class EtcdLedger(Ledger):
     ) -> Txn:
         read_only = not writes(then) and not writes(otherwise)
         request = wire.txn_json(compare, then, otherwise)
+        deadline = self._client.deadline()
         try:
-            answer = await self._client.call(_TXN, request, wire.TxnAnswer, again=read_only)
+            answer = await self._client.call(
+                _TXN, request, wire.TxnAnswer, again=read_only, deadline=deadline
+            )
         except wire.Fault as fault:
             if fault.verdict == "lease":
                 raise LeaseLost(
@@ -141,33 +153,38 @@ class EtcdLedger(Ledger):
                 ) from None
             raise Mistake(f"etcd refuses the transaction: {fault.message}") from None
         except NoRoom:
-            await self._look_after_no_room(then, otherwise)
+            await self._look_after_no_room(deadline, then, otherwise)
             raise
         return wire.txn_of(answer)
 
-    async def _look_after_no_room(self, *branches: Sequence[Op]) -> None:
+    async def _look_after_no_room(self, deadline: float, *branches: Sequence[Op]) -> None:
         """Raise `UnknownOutcome` if the refused transaction seems to have been applied.
 
         etcd refuses writes when its space is used up, but it may apply the one that crosses
-        the limit *and* answer it with the same error. (Plain reads, not a transaction: a
-        full server refuses even those that only read.)
+        the limit *and* answer it with the same error, also if the branch that ran puts
+        nothing. (Plain reads, not a transaction: a full server refuses even those that
+        only read.)
         """
         for branch in branches:
-            puts = [op for op in branch if isinstance(op, Put)]
-            if puts and await self._all_there(puts):
+            changes = [op for op in branch if not isinstance(op, Get)]
+            if changes and await self._all_done(changes, deadline):
                 raise UnknownOutcome(
                     "etcd's space ran out during this transaction: the change may or may not "
                     "have been made; look before trying again"
                 ) from None
 
-    async def _all_there(self, puts: Sequence[Put]) -> bool:
-        """Whether every one of these is in the ledger, or could not be looked for."""
-        for put in puts:
+    async def _all_done(self, changes: Sequence[Put | Delete], deadline: float) -> bool:
+        """Whether the ledger looks as after these, or could not be looked at in time."""
+        for op in changes:
+            request = wire.range_json(op.key.encode())
             try:
-                entry = await self._get(put.key)
+                answer = await self._client.call(
+                    _RANGE, request, wire.RangeAnswer, again=True, deadline=deadline
+                )
             except HoldfastError:
                 return True
-            if entry is None or entry.value != put.value:
+            wanted = (op.value,) if isinstance(op, Put) else ()
+            if tuple(kv.value for kv in answer.kvs) != wanted:
                 return False
         return True
 
@@ -181,11 +198,16 @@ class EtcdLedger(Ledger):
 
     async def keep_alive(self, lease: int) -> float:
         """Let the lease begin again."""
+        deadline = self._client.deadline()
         for look in range(2):
             if look:
                 await asyncio.sleep(_SECOND_LOOK_S)
             frame = await self._ask_lease(
-                "/v3/lease/keepalive", _lease_json(lease), wire.KeepAliveFrame
+                "/v3/lease/keepalive",
+                _lease_json(lease),
+                wire.KeepAliveFrame,
+                changes=True,
+                deadline=deadline,
             )
             if frame is None:
                 continue
@@ -196,11 +218,20 @@ class EtcdLedger(Ledger):
         raise _lease_lost(lease)
 
     async def _ask_lease(
-        self, path: str, request: wire.Json, kind: type[T], *, fresh: bool = False
+        self,
+        path: str,
+        request: wire.Json,
+        kind: type[T],
+        *,
+        changes: bool = False,
+        fresh: bool = False,
+        deadline: float | None = None,
     ) -> T | None:
         """Send a harmless request about a lease; None when etcd knows no such lease."""
         try:
-            return await self._client.call(path, request, kind, again=True, fresh=fresh)
+            return await self._client.call(
+                path, request, kind, again=True, changes=changes, fresh=fresh, deadline=deadline
+            )
         except wire.Fault as fault:
             if fault.verdict == "lease":
                 return None
@@ -209,16 +240,19 @@ class EtcdLedger(Ledger):
     async def revoke(self, lease: int) -> None:
         """End a lease and delete its keys."""
         with contextlib.suppress(LeaseLost):
-            await self._ask_lease("/v3/lease/revoke", _lease_json(lease), wire.Answer)
+            await self._ask_lease(
+                "/v3/lease/revoke", _lease_json(lease), wire.Answer, changes=True
+            )
 
     async def lease_info(self, lease: int) -> LeaseInfo:
         """Tell how long a lease still lasts and what is bound to it."""
         request = {**_lease_json(lease), "keys": True}
+        deadline = self._client.deadline()
         for look in range(2):
             if look:
                 await asyncio.sleep(_SECOND_LOOK_S)
             answer = await self._ask_lease(
-                "/v3/lease/timetolive", request, wire.LeaseAnswer, fresh=True
+                "/v3/lease/timetolive", request, wire.LeaseAnswer, fresh=True, deadline=deadline
             )
             if answer is not None and answer.granted > 0:
                 keys = sorted(key.decode(errors="replace") for key in answer.keys)
@@ -246,7 +280,9 @@ class EtcdLedger(Ledger):
             return
         try:
             request: wire.Json = {"revision": str(min(revision, wire.INT64_MAX))}
-            await self._client.call("/v3/kv/compaction", request, wire.Answer, again=True)
+            await self._client.call(
+                "/v3/kv/compaction", request, wire.Answer, again=True, changes=True
+            )
         except wire.Fault as fault:
             if fault.verdict != "compacted":
                 _raise_history(fault, revision)

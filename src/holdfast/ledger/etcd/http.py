@@ -162,17 +162,32 @@ class Client:
 
     # ---- calls -----------------------------------------------------------------
 
+    def deadline(self) -> float:
+        """When a call that begins now must have ended, by the event loop's clock."""
+        return _now() + self.timeout_s
+
     async def call(
-        self, path: str, request: wire.Json, kind: type[T], *, again: bool, fresh: bool = False
+        self,
+        path: str,
+        request: wire.Json,
+        kind: type[T],
+        *,
+        again: bool,
+        changes: bool = False,
+        fresh: bool = False,
+        deadline: float | None = None,
     ) -> T:
         """Send a request to whichever endpoint takes it, and return the answer.
 
-        `again` says that the request may be sent twice. `fresh` lets the endpoint catch
-        up with the cluster first, for questions that etcd answers from one member's
-        memory. Raises `wire.Fault` for errors whose meaning only the caller knows.
+        `again` says that the request may be sent twice; `changes` that it changes something
+        all the same, so that without an answer its outcome is unknown. `fresh` lets the
+        endpoint catch up with the cluster first, for questions that etcd answers from one
+        member's memory. `deadline` is for calls that are part of a longer one. Raises
+        `wire.Fault` for errors whose meaning only the caller knows.
         """
         body = wire.encode(request)
-        deadline = _now() + self.timeout_s
+        deadline = self.deadline() if deadline is None else deadline
+        changes, lost = changes or not again, ""
         count = len(self.endpoints)
         cursor, tries = self._preferred, 0
         reasons: dict[str, str] = {}
@@ -187,12 +202,11 @@ class Client:
                     await self._catch_up(endpoint, soon)
                 data = await self._ask(endpoint, path, body, soon if again else deadline)
             except (Refused, Lost) as error:
-                if isinstance(error, Lost) and not again:
-                    self.failed(endpoint)
-                    raise UnknownOutcome(
-                        f"etcd at {endpoint.name} {error}: the change may or may not have been "
-                        "made; look before trying again"
-                    ) from None
+                if isinstance(error, Lost) and changes:
+                    lost = f"{endpoint.name} {error}"
+                    if not again:
+                        self.failed(endpoint)
+                        raise _unknown(lost) from None
                 if soon < deadline or endpoint.name not in reasons:
                     # An attempt cut short by the deadline does not hide a better reason.
                     reasons[endpoint.name] = str(error)
@@ -200,28 +214,37 @@ class Client:
             else:
                 endpoint.proven = True
                 self._preferred = cursor
-                return self._read(endpoint, data, kind)
+                try:
+                    return self._read(endpoint, data, kind)
+                except Mistake:
+                    if changes:
+                        raise _unknown(f"{endpoint.name} gave an answer nobody can read") from None
+                    raise
             self.failed(endpoint)
             cursor, tries = (cursor + 1) % count, tries + 1
             if tries % count == 0:
                 if (wrong := next(iter(hopeless.values()))) and all(hopeless.values()):
-                    raise wrong
+                    raise _unknown(lost) if lost else wrong
                 pause_s = backoff_s(tries // count)
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - _now())))
-        raise self._unavailable(reasons)
+        raise _unknown(lost) if lost else self._unavailable(reasons)
 
-    async def probe(self, endpoint: Endpoint, until: float) -> None:
-        """Ask one endpoint whether it is there and has a leader. Changes nothing.
+    async def probe(self, endpoint: Endpoint, until: float) -> int:
+        """Ask one endpoint whether it is there and has a leader; return its revision.
 
-        `until` is a time of the event loop's clock. Raises `Refused`.
+        Changes nothing. `until` is a time of the event loop's clock; the revision is 0
+        when it is not told. Raises `Refused`.
         """
+        revision = 0
         try:
-            await self._ask(endpoint, _STATUS, b"{}", until)
+            data = await self._ask(endpoint, _STATUS, b"{}", until)
+            revision = wire.decode(data, wire.Answer).header.revision
         except Lost as error:
             raise Refused(str(error)) from None
-        except (Denied, wire.Fault):
+        except (Denied, wire.Fault, msgspec.MsgspecError):
             pass  # an answer all the same: the real request will say what is wrong
         endpoint.proven = True
+        return revision
 
     async def _catch_up(self, endpoint: Endpoint, until: float) -> None:
         """Let the endpoint apply everything that was committed before this moment."""
@@ -363,6 +386,12 @@ class Client:
             raise Refused(f"no connection: {_one_line(error.os_error)}{hint}") from None
         except TimeoutError:
             raise Lost(f"did not answer within {limit_s:.1f} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._session is None and task is not None and not task.cancelling():
+                # How aiohttp tells those who wait for a connection that it is closed.
+                raise Mistake("this etcd ledger was closed: the call was not sent") from None
+            raise
         except (aiohttp.ClientError, OSError) as error:
             if self._tls and (refused := _client_certificate(endpoint, error)) is not None:
                 raise refused from None
@@ -384,6 +413,12 @@ class Client:
             reasons = {one.name: "no time left" for one in self.endpoints}
         told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
         return Unavailable(f"no etcd server could be used within {self.timeout_s:g} s: {told}")
+
+
+def _unknown(what: str) -> UnknownOutcome:
+    return UnknownOutcome(
+        f"etcd at {what}: the change may or may not have been made; look before trying again"
+    )
 
 
 def _now() -> float:

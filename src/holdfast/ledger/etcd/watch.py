@@ -7,7 +7,8 @@ A cancelled `__anext__` loses nothing: the next one goes on where it was.
 The stream is read only while somebody waits in `__anext__`: there is no task and no
 queue, and a slow reader is slowed down by TCP. A silent stream is normal, so after
 `IDLE_S` of silence the same server is asked for a sign of life; without one the watch
-moves to the next server.
+moves to the next server. If it says that there are newer revisions and the stream still
+says nothing, the stream is opened again: a single connection may die without a word.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ class EtcdWatch(Watch):
         self._frames = wire.Frames()
         self._stream: aiohttp.ClientResponse | None = None
         self._token = ""
+        self._doubt = 0  # the server's revision when its silence was last asked about
         self._cursor: int | None = None
         self._failures = 0
         self._denials = 0
@@ -117,12 +119,18 @@ class EtcdWatch(Watch):
     async def _read(self, stream: aiohttp.ClientResponse) -> None:
         assert self._cursor is not None
         try:
-            async with asyncio.timeout(IDLE_S):
+            async with asyncio.timeout(IDLE_S / 2 if self._doubt else IDLE_S):
                 chunk = await stream.content.readany()
         except TimeoutError:
+            if self._doubt >= self._batches.first:
+                # The server went on and this stream told nothing. Perhaps that was not for
+                # us; perhaps only this connection is dead. A new stream tells.
+                self._drop()
+                return
             until = asyncio.get_running_loop().time() + self._client.attempt_s
-            await self._client.probe(self._endpoint(self._cursor), until)
+            self._doubt = await self._client.probe(self._endpoint(self._cursor), until)
             return
+        self._doubt = 0
         if not chunk:
             raise Lost("ended the watch")
         for line in self._frames.feed(chunk):
@@ -168,6 +176,7 @@ class EtcdWatch(Watch):
 
     def _drop(self) -> None:
         stream, self._stream = self._stream, None
+        self._doubt = 0
         self._frames = wire.Frames()
         self._batches.restart()
         if stream is not None:

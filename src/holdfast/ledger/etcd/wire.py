@@ -197,7 +197,10 @@ class WatchFrame(msgspec.Struct, frozen=True):
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Read an answer. Raises `msgspec.MsgspecError` for what etcd would never say."""
-    return msgspec.json.decode(data, type=kind, strict=False)
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except UnicodeDecodeError as error:  # msgspec's own errors do not cover it
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def encode(request: Json) -> bytes:
@@ -340,7 +343,7 @@ _BY_TEXT: tuple[tuple[str, Verdict], ...] = (
 # gRPC codes after which the request was surely not applied: INVALID_ARGUMENT, NOT_FOUND,
 # ALREADY_EXISTS, FAILED_PRECONDITION, OUT_OF_RANGE, UNIMPLEMENTED.
 _CERTAIN = frozenset({3, 5, 6, 9, 11, 12})
-_PERMISSION_DENIED, _UNAUTHENTICATED = 7, 16
+_INVALID_ARGUMENT, _PERMISSION_DENIED, _UNAUTHENTICATED = 3, 7, 16
 
 
 class Fault(Exception):
@@ -361,6 +364,8 @@ class _ErrorAnswer(msgspec.Struct, frozen=True):
 def verdict_of(code: int, message: str) -> Verdict:
     """Decide what a gRPC error means for the request that got it."""
     lowered = message.lower()
+    if code == _INVALID_ARGUMENT and lowered.endswith("unexpected eof"):
+        return "refused"  # the gateway got half of the request, and sent nothing on
     for text, verdict in _BY_TEXT:
         if text in lowered:
             return verdict
