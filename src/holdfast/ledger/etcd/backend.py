@@ -23,7 +23,8 @@ from holdfast.errors import (
 )
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.etcd import wire
-from holdfast.ledger.etcd.http import Client, Forbidden
+from holdfast.ledger.etcd.http import Client
+from holdfast.ledger.etcd.trouble import Forbidden
 from holdfast.ledger.etcd.watch import EtcdWatch
 from holdfast.ledger.types import (
     Compare,

@@ -18,7 +18,6 @@ cable) costs a wait, not an unknown outcome.
 import asyncio
 import contextlib
 import io
-import os
 import random
 import socket
 import ssl
@@ -30,18 +29,26 @@ import aiohttp
 import msgspec
 
 from holdfast.errors import (
-    Corrupt,
     Denied,
     HoldfastError,
     Mistake,
-    NoRoom,
-    TooLarge,
     Unavailable,
-    UnknownOutcome,
 )
 from holdfast.ledger.etcd import wire
+from holdfast.ledger.etcd.trouble import (
+    Endpoint,
+    Forbidden,
+    Lost,
+    Refused,
+    client_certificate,
+    error_of,
+    no_tls,
+    one_line,
+    unknown,
+    untrusted,
+)
 
-__all__ = ["Client", "Endpoint", "Forbidden", "Lost", "Refused"]
+__all__ = ["Client", "backoff_s"]
 
 T = TypeVar("T")
 
@@ -53,38 +60,6 @@ _STATUS = "/v3/maintenance/status"
 _RANGE = "/v3/kv/range"
 # aiohttp rounds long limits up to whole seconds; ours are exact.
 _NEVER_ROUND = 1e9
-
-
-class Endpoint:
-    """One server. `proven` means that it has answered since it last failed."""
-
-    def __init__(self, host: str, port: int, scheme: str) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        self.name = f"{shown}:{port}"
-        self.url = f"{scheme}://{self.name}"
-        self.proven = False
-
-
-class Refused(Exception):
-    """This endpoint surely did not apply the request.
-
-    `hopeless` is the error to raise when every endpoint refuses for such a reason:
-    trying again without changing the call will not help.
-    """
-
-    def __init__(self, reason: str, hopeless: HoldfastError | None = None) -> None:
-        super().__init__(reason)
-        self.hopeless = hopeless
-
-
-class Lost(Exception):
-    """The request was sent, and no answer came: it may have been applied."""
-
-    hopeless: HoldfastError | None = None
-
-
-class Forbidden(Denied):
-    """The login is good, but this user may not touch this key."""
 
 
 class Client:
@@ -157,7 +132,7 @@ class Client:
             if self._cert is not None:
                 context.load_cert_chain(self._cert, self._key)
         except (ssl.SSLError, OSError) as error:
-            raise Mistake(f"the TLS files for etcd cannot be used: {_one_line(error)}") from None
+            raise Mistake(f"the TLS files for etcd cannot be used: {one_line(error)}") from None
         return context
 
     # ---- calls -----------------------------------------------------------------
@@ -206,7 +181,7 @@ class Client:
                     lost = f"{endpoint.name} {error}"
                     if not again:
                         self.failed(endpoint)
-                        raise _unknown(lost) from None
+                        raise unknown(lost) from None
                 if soon < deadline or endpoint.name not in reasons:
                     # An attempt cut short by the deadline does not hide a better reason.
                     reasons[endpoint.name] = str(error)
@@ -218,16 +193,16 @@ class Client:
                     return self._read(endpoint, data, kind)
                 except Mistake:
                     if changes:
-                        raise _unknown(f"{endpoint.name} gave an answer nobody can read") from None
+                        raise unknown(f"{endpoint.name} gave an answer nobody can read") from None
                     raise
             self.failed(endpoint)
             cursor, tries = (cursor + 1) % count, tries + 1
             if tries % count == 0:
                 if (wrong := next(iter(hopeless.values()))) and all(hopeless.values()):
-                    raise _unknown(lost) if lost else wrong
+                    raise unknown(lost) if lost else wrong
                 pause_s = backoff_s(tries // count)
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - _now())))
-        raise _unknown(lost) if lost else self._unavailable(reasons)
+        raise unknown(lost) if lost else self._unavailable(reasons)
 
     async def probe(self, endpoint: Endpoint, until: float) -> int:
         """Ask one endpoint whether it is there and has a leader; return its revision.
@@ -301,7 +276,7 @@ class Client:
                 return data
             fault = wire.fault_of(status, data)
             if fault.verdict != "token" or not self._user:
-                raise _error_of(fault, self._user)
+                raise error_of(fault, self._user)
             self.forget_token(token)
         raise Denied(
             f"etcd at {endpoint.name} refuses the login it has just given to {self._user!r}: "
@@ -329,7 +304,7 @@ class Client:
             return ""
         if fault.verdict == "mistake":
             raise Denied(f"etcd refuses the login of {self._user!r}: {fault.message}")
-        raise _error_of(fault, self._user)
+        raise error_of(fault, self._user)
 
     async def _post(
         self, endpoint: Endpoint, path: str, body: bytes, token: str, until: float
@@ -341,7 +316,7 @@ class Client:
         except TimeoutError:
             raise Lost("did not finish its answer in time") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Lost(f"broke off its answer ({_one_line(error)})") from None
+            raise Lost(f"broke off its answer ({one_line(error)})") from None
 
     async def _send(
         self,
@@ -377,13 +352,13 @@ class Client:
         except aiohttp.ConnectionTimeoutError:
             raise Refused(f"no connection within {connect_s:.1f} s") from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise _untrusted(endpoint, error.certificate_error) from None
+            raise untrusted(endpoint, error.certificate_error) from None
         except aiohttp.ClientSSLError as error:
-            raise _no_tls(endpoint, error) from None
+            raise no_tls(endpoint, error) from None
         except aiohttp.ClientConnectorError as error:
             reset = self._tls and isinstance(error.os_error, ConnectionResetError)
             hint = " (does it speak TLS?)" if reset else ""
-            raise Refused(f"no connection: {_one_line(error.os_error)}{hint}") from None
+            raise Refused(f"no connection: {one_line(error.os_error)}{hint}") from None
         except TimeoutError:
             raise Lost(f"did not answer within {limit_s:.1f} s") from None
         except asyncio.CancelledError:
@@ -393,7 +368,7 @@ class Client:
                 raise Mistake("this etcd ledger was closed: the call was not sent") from None
             raise
         except (aiohttp.ClientError, OSError) as error:
-            if self._tls and (refused := _client_certificate(endpoint, error)) is not None:
+            if self._tls and (refused := client_certificate(endpoint, error)) is not None:
                 raise refused from None
             if self._session is None:
                 raise Lost("was not heard any more: this ledger was closed") from None
@@ -413,12 +388,6 @@ class Client:
             reasons = {one.name: "no time left" for one in self.endpoints}
         told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
         return Unavailable(f"no etcd server could be used within {self.timeout_s:g} s: {told}")
-
-
-def _unknown(what: str) -> UnknownOutcome:
-    return UnknownOutcome(
-        f"etcd at {what}: the change may or may not have been made; look before trying again"
-    )
 
 
 def _now() -> float:
@@ -448,69 +417,3 @@ def _keep_watching(response: aiohttp.ClientResponse) -> None:
         for name, value in options.items():
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _error_of(fault: wire.Fault, user: str) -> Exception:
-    """What a fault means, where every caller means the same by it."""
-    match fault.verdict:
-        case "refused":
-            return Refused(fault.message)
-        case "lost":
-            return Lost(f"answered '{fault.message}'")
-        case "token":
-            return Denied("this etcd wants a login: put user:password@ into the URL")
-        case "login":
-            return Denied(f"etcd refuses the user {user!r} or its password")
-        case "forbidden":
-            who = f"the etcd user {user!r}" if user else "this client"
-            return Forbidden(f"{who} may not do this: {fault.message}")
-        case "no_room":
-            return NoRoom(
-                "etcd's space is used up (NOSPACE): compact, defragment, and clear the alarm"
-            )
-        case "too_large":
-            return TooLarge(f"etcd refuses the request: {fault.message}")
-        case "corrupt":
-            return Corrupt(f"etcd says that its own data is corrupt: {fault.message}")
-        case "mistake" | "no_auth":
-            return Mistake(f"etcd refuses the request: {fault.message}")
-        case _:
-            return fault
-
-
-def _untrusted(endpoint: Endpoint, error: Exception) -> Refused:
-    reason = f"its TLS certificate is not trusted: {_one_line(error)}"
-    return Refused(
-        reason, Mistake(f"etcd at {endpoint.name}: {reason}; name its authority with ca=FILE")
-    )
-
-
-def _no_tls(endpoint: Endpoint, error: aiohttp.ClientSSLError) -> Refused:
-    refused = _client_certificate(endpoint, error)
-    if refused is not None:
-        return refused
-    reason = f"TLS failed: {_one_line(error.os_error)}"
-    return Refused(
-        reason, Mistake(f"etcd at {endpoint.name}: {reason}; does this server speak TLS?")
-    )
-
-
-def _client_certificate(endpoint: Endpoint, error: BaseException) -> Refused | None:
-    """The server ended the TLS handshake because of who we are: it read no request."""
-    text = str(error).lower()
-    if "alert" not in text or "certificate" not in text:
-        return None
-    reason = "it wants a client certificate that it trusts"
-    return Refused(reason, Denied(f"etcd at {endpoint.name}: {reason}; give cert=FILE, key=FILE"))
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return error.verify_message
-    if isinstance(error, ssl.SSLError):
-        text = error.reason or str(error)
-    elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        text = os.strerror(error.errno)
-    else:
-        text = str(error)
-    return " ".join(text.split()) or type(error).__name__

@@ -21,7 +21,8 @@ import msgspec
 from holdfast.errors import Compacted, Denied, HoldfastError, Mistake, Unavailable
 from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import wire
-from holdfast.ledger.etcd.http import Client, Endpoint, Lost, Refused, backoff_s
+from holdfast.ledger.etcd.http import Client, backoff_s
+from holdfast.ledger.etcd.trouble import Endpoint, Lost, Refused
 from holdfast.ledger.types import Batch, prefix_end
 
 __all__ = ["IDLE_S", "EtcdWatch"]
