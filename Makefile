@@ -20,8 +20,9 @@ test-long: check setup-servers ## The full numbers: matrices, storms, thousands 
 	$(BIN)/python -m pytest -q --timeout 1800
 	$(BIN)/holdfast sim --all --seeds 10000 --fresh
 
-test-peers: setup ## Other people's packages, in environments of their own
-	@echo "no part that is built so far has peers to be tested with"
+test-peers: ## Other people's servers (vLLM), in an environment of their own (3.5 GB)
+	@PYTHON=$(PYTHON) scripts/setup-peers
+	.venv-peers/bin/python -m pytest -q tests/peers
 
 check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check src tests benchmarks
@@ -33,7 +34,7 @@ bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: setup setup-servers
 setup:

@@ -29,6 +29,7 @@ THERE = faults.declare("test.there", "where they fail next")
 
 @pytest.fixture(autouse=True)
 def _disarmed() -> Iterator[None]:
+    faults.arm(faults.Plan(()))  # other tests may have counted something
     yield
     faults.disarm()
     events.unconfigure()

@@ -29,6 +29,11 @@ _COMMANDS = {
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
+    "weights": (
+        "holdfast.weights.commands",
+        "weights",
+        "Look into a channel of weights, and look after it.",
+    ),
 }
 
 

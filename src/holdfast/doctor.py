@@ -53,6 +53,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "mooncake": ("mooncake",),
     "train": ("torch", "safetensors", "transformers"),
     "views": ("rich",),
+    "vllm": ("aiohttp",),
+    "weights": ("numpy", "xxhash"),
 }
 SERVERS: tuple[str, ...] = ("etcd", "redis-server")
 

@@ -84,6 +84,10 @@ class Ledger(abc.ABC):
     An object belongs to one event loop; `holdfast.ledger.open_sync` is for code without one.
     """
 
+    url: str = ""
+    """What leads others on this machine to the same ledger: without the password, with paths
+    made absolute. Empty when it was not made by `open`."""
+
     # ---- life ----------------------------------------------------------------
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ etcd://[user:password@]host:port[,host:port...][?tls=1&ca=FILE&cert=FILE&key=FIL
 """
 
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.ledger.base import Ledger
@@ -18,6 +18,7 @@ __all__ = ["open", "without_password"]
 
 _FORMS = "memory:, sqlite:///path/to/file.db or etcd://host:port,host:port"
 _TRUE = {"1", "true", "yes", "on"}
+_FILES = {"ca", "cert", "key"}
 
 
 def open(url: str) -> Ledger:
@@ -29,12 +30,15 @@ def open(url: str) -> Ledger:
     if not colon:
         raise Mistake(f"{without_password(url)!r} is not a ledger URL: use {_FORMS}")
     if scheme == "memory":
-        return _memory(url, rest)
-    if scheme == "sqlite":
-        return _sqlite(url, rest)
-    if scheme == "etcd":
-        return _etcd(url, rest)
-    raise Mistake(f"no ledger is called {scheme!r}: use {_FORMS}")
+        ledger = _memory(url, rest)
+    elif scheme == "sqlite":
+        ledger = _sqlite(url, rest)
+    elif scheme == "etcd":
+        ledger = _etcd(url, rest)
+    else:
+        raise Mistake(f"no ledger is called {scheme!r}: use {_FORMS}")
+    ledger.url = _lasting(url)
+    return ledger
 
 
 def without_password(url: str) -> str:
@@ -42,6 +46,21 @@ def without_password(url: str) -> str:
     scheme, slashes, rest = url.partition("://")
     user, at, hosts = rest.rpartition("@")
     return f"{scheme}{slashes}{user.split(':')[0]}{at}{hosts}"
+
+
+def _lasting(url: str) -> str:
+    """The URL for others: no password, and no path that depends on this process's folder."""
+    address, mark, query = url.partition("?")
+    if address.startswith("sqlite:///"):
+        path = Path(unquote(address.removeprefix("sqlite:///"))).absolute()
+        address = f"sqlite:///{quote(str(path))}"
+    else:
+        address = without_password(address)
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for name in _FILES & options.keys():
+        options[name] = str(Path(options[name]).absolute())
+    query = "&".join(f"{name}={quote(value)}" for name, value in options.items())
+    return f"{address}{mark}{query}"
 
 
 def _memory(url: str, name: str) -> Ledger:

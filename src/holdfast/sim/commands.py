@@ -13,7 +13,7 @@ from holdfast.errors import Mistake
 from holdfast.sim import protocols
 from holdfast.sim.faults import Table, describe
 from holdfast.sim.protocol import Protocol
-from holdfast.sim.runner import STEPS, Failure, Summary, play, search, shortest
+from holdfast.sim.runner import Failure, Summary, play, search, shortest
 
 __all__ = ["sim"]
 
@@ -28,7 +28,9 @@ _STORY_LINES = 60
 @click.option("--first", type=int, help="The first seed (default: 0; 'commit' with --fresh).")
 @click.option("--fresh", is_flag=True, help="Derive the first seed from the current commit.")
 @click.option("--seed", type=int, help="Replay exactly this schedule and tell its story.")
-@click.option("--steps", default=STEPS, show_default=True, help="Steps with faults per schedule.")
+@click.option(
+    "--steps", type=int, help="Steps with faults per schedule (default: the protocol's)."
+)
 @click.option("--all", "everything", is_flag=True, help="Every protocol, and every broken one.")
 @click.option("--list", "listing", is_flag=True, help="List the protocols.")
 def sim(
@@ -37,7 +39,7 @@ def sim(
     first: int | None,
     fresh: bool,
     seed: int | None,
-    steps: int,
+    steps: int | None,
     everything: bool,
     listing: bool,
 ) -> None:
@@ -57,7 +59,7 @@ def sim(
     if listing:
         _list()
         return
-    if seeds < 1 or steps < 10:
+    if seeds < 1 or (steps is not None and steps < 10):
         raise Mistake("--seeds is 1 or more, --steps 10 or more")
     if fresh and first is not None:
         raise Mistake("--fresh and --first both choose the first seed: use one of them")
@@ -107,7 +109,7 @@ def _commit_seed() -> int:
     return int(hashlib.sha256(commit.encode()).hexdigest()[:8], 16)
 
 
-def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int) -> Summary:
+def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int | None) -> Summary:
     began = shown = time.monotonic()
     summary: Summary | None = None
     terminal = sys.stderr.isatty()
@@ -129,7 +131,7 @@ def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int) -> 
     return summary
 
 
-def _play_all(seeds: int, start: int, steps: int) -> None:
+def _play_all(seeds: int, start: int, steps: int | None) -> None:
     """Every sound protocol must hold, every broken one must be caught."""
     bad: list[str] = []
     for name in protocols.names():
@@ -154,14 +156,14 @@ def _play_all(seeds: int, start: int, steps: int) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _catch(make: Callable[[], Protocol], seeds: range, steps: int) -> Failure | None:
+def _catch(make: Callable[[], Protocol], seeds: range, steps: int | None) -> Failure | None:
     for summary in search(make, seeds, steps=steps):
         if summary.failure is not None:
             return summary.failure
     return None
 
 
-def _replay(name: str, make: Callable[[], Protocol], seed: int, steps: int) -> None:
+def _replay(name: str, make: Callable[[], Protocol], seed: int, steps: int | None) -> None:
     failure, table = play(make, seed, steps=steps)
     if failure is None:
         click.echo(
@@ -172,7 +174,7 @@ def _replay(name: str, make: Callable[[], Protocol], seed: int, steps: int) -> N
     raise click.exceptions.Exit(1)
 
 
-def _tell(name: str, make: Callable[[], Protocol], failure: Failure, steps: int) -> None:
+def _tell(name: str, make: Callable[[], Protocol], failure: Failure, steps: int | None) -> None:
     click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
     short = shortest(make, failure, steps=steps)
     if short.violation != failure.violation:
@@ -190,7 +192,7 @@ def _tell(name: str, make: Callable[[], Protocol], failure: Failure, steps: int)
         click.echo("The story:")
     for at, who, what in lines[-_STORY_LINES:]:
         click.echo(f"  {at:10.3f}  {who:7} {what}")
-    extra = "" if steps == STEPS else f" --steps {steps}"
+    extra = "" if steps is None else f" --steps {steps}"
     click.echo(f"Replay it: holdfast sim {name} --seed {failure.seed}{extra}")
 
 

@@ -1,39 +1,43 @@
 """The faults of a simulated world: what there is, what goes where, and a count of each.
 
 A *step* is a contact between a process and the world: a process starts, a timer fires, a
-call to the ledger is sent, its answer or a watch's event arrives. Each step may carry one
-fault. A fault is data (who, at which of its steps, what, how long), so a schedule can be
-replayed, and made shorter by leaving faults out.
+call to the ledger is sent, its answer or a watch's event arrives, something is done to the
+disk. Each step may carry one fault. A fault is data (who, at which of its steps, what, how
+long), so a schedule can be replayed, and made shorter by leaving faults out.
 
 Each seed draws its own mix ("swarm"): which kinds are on and how often they fire. Some
 bugs only show when other faults keep out of the way. Besides, each seed has one pair of
 fault and step that it insists on, all pairs in turn, so that rare steps are not left out.
+A protocol without a disk has no steps there, and none of the disk's faults.
 """
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
-__all__ = ["APPLIES", "CALLS", "Fault", "Swarm", "Table", "describe"]
+__all__ = ["APPLIES", "CALLS", "DISK", "PAIRS", "Fault", "Swarm", "Table", "describe", "pairs"]
 
 CALLS = ("get", "range", "txn", "grant", "keep_alive", "revoke")
 SENT = tuple(f"{call}.sent" for call in CALLS)
 ANSWERED = tuple(f"{call}.answered" for call in CALLS)
+DISK = ("disk.read", "disk.write", "disk.name", "disk.sync")
 ANYWHERE = ("start", "timer", "watch.event", *SENT, *ANSWERED)
+EVERYWHERE = (*ANYWHERE, *DISK)
 
 HOLDING = tuple(
-    step for step in ANYWHERE if step not in ("start", "grant.sent") and "revoke" not in step
+    step for step in EVERYWHERE if step not in ("start", "grant.sent") and "revoke" not in step
 )
 """Where a process can hold a lease."""
 
 APPLIES: dict[str, tuple[str, ...]] = {
-    "crash": ANYWHERE,  # the process is gone; it may come back later
-    "pause": ANYWHERE,  # the process hangs, all of it, for longer than leases last
+    "crash": EVERYWHERE,  # the process is gone; it may come back later
+    "pause": EVERYWHERE,  # the process hangs, all of it, for longer than leases last
+    # What befalls the ledger while a process is at the disk shows at its next call.
     "cut": ANYWHERE,  # the process cannot reach the ledger for a while
     "expire": HOLDING,  # the ledger ends the process's leases, which still believes in them
-    "twin": ANYWHERE,  # the process is started again although it still runs
+    "twin": EVERYWHERE,  # the process is started again although it still runs
     "outage": ANYWHERE,  # nobody reaches the ledger for a while
     "compact": ANYWHERE,  # the ledger forgets its history; watches that lag must read again
     "skew": ("start",),  # the process's clock is off and runs at another speed
@@ -42,9 +46,22 @@ APPLIES: dict[str, tuple[str, ...]] = {
     "late": SENT,  # the call takes effect long after the caller has given up on it
     "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent"),  # the call arrives twice
     "lag": ("watch.event",),  # the event arrives much later
+    "full": ("disk.write",),  # the disk has no room for a while
+    "power": ("timer", "txn.sent", "txn.answered", *DISK),  # everybody dies; see `files.py`
 }
 
 PAIRS = tuple((kind, step) for kind, steps in APPLIES.items() for step in steps)
+"""Every fault at every step that it applies to."""
+
+
+def pairs(*, disk: bool, never: Set[tuple[str, str]] = frozenset()) -> tuple[tuple[str, str], ...]:
+    """The pairs of fault and step that can meet in a protocol, with a disk or without."""
+    return tuple(
+        (kind, step)
+        for kind, step in PAIRS
+        if (disk or not (kind in ("full", "power") or step in DISK)) and (kind, step) not in never
+    )
+
 
 PAUSES_S = (0.5, 3.0, 12.0, 70.0)
 LATE_S = (6.0, 15.0, 45.0)
@@ -78,6 +95,8 @@ def describe(fault: Fault) -> str:
         "late": f"sends a call that arrives after {fault.amount:.1f} s, when nobody waits for it",
         "repeat": f"has its call delivered again after {fault.amount:.1f} s",
         "lag": f"gets this event {fault.amount:.1f} s late",
+        "full": f"finds the disk full, for {fault.amount:.1f} s",
+        "power": f"dies, like everybody, when the power goes for {fault.amount:.1f} s",
     }[fault.kind]
     return f"{fault.node} {what}"
 
@@ -85,13 +104,17 @@ def describe(fault: Fault) -> str:
 class Swarm:
     """Decides, for one seed, which step carries which fault."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, possible: Sequence[tuple[str, str]] = PAIRS) -> None:
         self._random = random.Random(f"faults {seed}")
         self._rate = self._random.choice((0.005, 0.015, 0.03, 0.06))
-        self._wanted, self._wanted_at = PAIRS[seed % len(PAIRS)]
+        self._wanted, self._wanted_at = possible[seed % len(possible)]
         self._insist = 2
-        on = [kind for kind in APPLIES if self._random.random() < 0.6]
-        self._at = {step: tuple(kind for kind in on if step in APPLIES[kind]) for step in ANYWHERE}
+        kinds = dict.fromkeys(kind for kind, _ in possible)
+        on = [kind for kind in kinds if self._random.random() < 0.6]
+        self._at: dict[str, list[str]] = {step: [] for step in EVERYWHERE}
+        for kind, step in possible:
+            if kind in on:
+                self._at[step].append(kind)
 
     def draw(self, node: str, step: int, kind: str) -> Fault | None:
         """The fault of this step, if it has one."""
@@ -116,17 +139,20 @@ class Swarm:
             amount = luck.choice(LATE_S)
         elif fault == "repeat":
             amount = luck.choice(REPEATS_S)
-        elif fault in ("pause", "cut", "lag", "outage"):
+        elif fault in ("pause", "cut", "lag", "outage", "full"):
             amount = luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
         elif fault == "skew":
             amount = luck.uniform(0.8, 1.25)
+        elif fault == "power":
+            amount = luck.uniform(1.0, 20.0)
         return Fault(node, step, fault, amount)
 
 
 class Table:
     """How often each kind of fault fired at each kind of step, and how many steps there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, possible: Sequence[tuple[str, str]] = PAIRS) -> None:
+        self._possible = possible
         self.steps: Counter[str] = Counter()
         self.fired: Counter[tuple[str, str]] = Counter()
 
@@ -139,18 +165,18 @@ class Table:
         """Pairs of fault and step that could have met and never did."""
         return [
             (fault, step)
-            for fault, steps in APPLIES.items()
-            for step in steps
+            for fault, step in self._possible
             if self.steps[step] and not self.fired[fault, step]
         ]
 
     def rows(self) -> Iterable[tuple[str, ...]]:
         """The table as text cells, heading first; '-' where a fault does not apply."""
-        kinds = list(APPLIES)
+        kinds = list(dict.fromkeys(kind for kind, _ in self._possible))
         yield ("step", "count", *kinds)
-        for step in ANYWHERE:
+        for step in EVERYWHERE:
             if self.steps[step]:
                 cells = [
-                    str(self.fired[kind, step]) if step in APPLIES[kind] else "-" for kind in kinds
+                    str(self.fired[kind, step]) if (kind, step) in self._possible else "-"
+                    for kind in kinds
                 ]
                 yield (step, str(self.steps[step]), *cells)

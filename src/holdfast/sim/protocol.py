@@ -3,6 +3,10 @@
 The processes run production shells on a simulated `Runtime`. Invariants look at what the
 ledger recorded (`observe`, once per transaction) and at what the processes told (`check`,
 after every step); they raise `Violation`.
+
+A protocol with `disk = True` works on files too: `runtime.disk` of its processes (the
+runtime is a `holdfast.sim.world.Node`) is the disk as each of them reaches it, `files` is
+what is really there.
 """
 
 import abc
@@ -10,6 +14,7 @@ import abc
 from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.ledger.runtime import Runtime
+from holdfast.sim.files import SimFiles
 
 __all__ = ["Protocol", "Violation"]
 
@@ -23,10 +28,20 @@ class Protocol(abc.ABC):
 
     nodes: int = 5
     """How many processes take part."""
+    steps: int = 300
+    """After how many steps of all processes the faults end, unless the caller says otherwise."""
+    disk: bool = False
+    """Whether they use the disk: then power may be lost, and everything befalls them there."""
+    disk_bytes: int | None = None
+    """How much fits on the disk; None: anything, as long as no fault fills it."""
+    never: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of fault and step that cannot meet here although the step occurs: say why."""
     truth: Store
     """The ledger as it really is, for invariants only. Set by the world."""
     taken: set[int]
     """Leases that a fault has ended while their owners believe in them. Set by the world."""
+    files: SimFiles
+    """The files as they really are, for invariants only. Set by the world."""
 
     @abc.abstractmethod
     async def run(self, runtime: Runtime, name: str) -> None:

@@ -6,13 +6,14 @@ those that are left makes the failure vanish. The story is the trace of that sch
 
 import gc
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from holdfast.sim.faults import Fault, Table
 from holdfast.sim.protocol import Protocol
-from holdfast.sim.world import World
+from holdfast.sim.world import Dead, World
 
 _NUMBERS = re.compile(r"\d+")
 
@@ -20,7 +21,6 @@ __all__ = ["Failure", "Summary", "play", "search", "shortest"]
 
 Make = Callable[[], Protocol]
 
-STEPS = 300
 _GC_EVERY = 50
 
 
@@ -42,7 +42,7 @@ class Summary(msgspec.Struct):
     failure: Failure | None
 
 
-def play(make: Make, seed: int, *, steps: int = STEPS) -> tuple[Failure | None, Table]:
+def play(make: Make, seed: int, *, steps: int | None = None) -> tuple[Failure | None, Table]:
     """Play one schedule."""
     world = World(make(), seed, steps=steps)
     violation = world.play()
@@ -51,24 +51,36 @@ def play(make: Make, seed: int, *, steps: int = STEPS) -> tuple[Failure | None, 
     return Failure(seed, str(violation), world.fired), world.table
 
 
-def search(make: Make, seeds: Iterable[int], *, steps: int = STEPS) -> Iterator[Summary]:
+def search(make: Make, seeds: Iterable[int], *, steps: int | None = None) -> Iterator[Summary]:
     """Play one schedule after the other until one breaks; yields the state after each."""
-    table = Table()
+    table: Table | None = None
     gc.disable()  # the garbage of a schedule is cyclic; collecting it now and then is faster
+    complain, sys.unraisablehook = sys.unraisablehook, _without_the_dead
     try:
         for count, seed in enumerate(seeds, 1):
             failure, counts = play(make, seed, steps=steps)
-            table.add(counts)
+            if table is None:
+                table = counts
+            else:
+                table.add(counts)
             if count % _GC_EVERY == 0:
                 gc.collect()
             yield Summary(count, table.steps.total(), table, failure)
             if failure is not None:
                 return
     finally:
+        gc.collect()
         gc.enable()
+        sys.unraisablehook = complain
 
 
-def shortest(make: Make, failure: Failure, *, steps: int = STEPS) -> Failure:
+def _without_the_dead(unraisable: "sys.UnraisableHookArgs") -> None:
+    """What is left of dead processes finds out, when it is collected, that it is dead."""
+    if not isinstance(unraisable.exc_value, Dead):
+        sys.__unraisablehook__(unraisable)
+
+
+def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failure:
     """The same failure with no fault in it that could be left out, and its story."""
 
     def replay(faults: list[Fault]) -> Failure | None:

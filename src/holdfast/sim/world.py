@@ -8,6 +8,7 @@ as little as possible.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import random
 import traceback
 from collections.abc import Callable, Coroutine
@@ -17,7 +18,9 @@ from holdfast.errors import Fenced, HoldfastError, LeaseLost, Retriable, Unknown
 from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.sim.client import SimLedger
-from holdfast.sim.faults import APPLIES, Fault, Swarm, Table, describe
+from holdfast.sim.disk import SimDisk
+from holdfast.sim.faults import APPLIES, Fault, Swarm, Table, describe, pairs
+from holdfast.sim.files import SimFiles
 from holdfast.sim.loop import OWNER, Owner, VirtualLoop
 from holdfast.sim.protocol import Protocol, Violation
 
@@ -31,6 +34,8 @@ _CALM_S = 120.0
 """How long it is watched after that."""
 _STEPS_MAX = 50_000
 """A schedule that goes on longer than this runs in circles."""
+_TWINS_MAX = 4
+"""How many lives of one process may run at the same time."""
 _OUTSIDE = contextvars.Context()
 """The context of what belongs to no process: the network and the ledger."""
 
@@ -67,6 +72,11 @@ class Node(Owner):
             return 0.001 + luck * 0.01
         return (luck - 0.7) * (1.0 if luck < 0.95 else 10.0)
 
+    @functools.cached_property
+    def disk(self) -> SimDisk:
+        """The disk as this process reaches it."""
+        return SimDisk(self)
+
     # ---- the Runtime of its shells -------------------------------------------
 
     def now(self) -> float:
@@ -91,7 +101,7 @@ class World:
         protocol: Protocol,
         seed: int,
         *,
-        steps: int = 300,
+        steps: int | None = None,
         faults: list[Fault] | None = None,
         trace: bool = False,
     ) -> None:
@@ -101,12 +111,15 @@ class World:
         self.store = Store()
         protocol.truth = self.store
         protocol.taken = set()
-        self.table = Table()
+        self.files = SimFiles(self.loop.time, protocol.disk_bytes)
+        protocol.files = self.files
+        possible = pairs(disk=protocol.disk, never=protocol.never)
+        self.table = Table(possible)
         self.fired: list[Fault] = []
         self.story: list[tuple[float, str, str]] = []
-        self._steps_max = steps
+        self._steps_max = protocol.steps if steps is None else steps
         self._steps = 0
-        self._swarm = Swarm(seed) if faults is None else None
+        self._swarm = Swarm(seed, possible) if faults is None else None
         self._planned = {(fault.node, fault.step): fault for fault in faults or ()}
         self._node_steps: dict[str, int] = {}
         self._lives: dict[str, int] = {}
@@ -115,8 +128,9 @@ class World:
         self._watchers: list[Callable[[], None]] = []
         self._seen = self.store.revision
         self._expiry = 0.0
-        self._healed = False
-        self._trace = trace
+        self.healed = False
+        self._dark_until = 0.0
+        self.tracing = trace
         self._broken: Violation | None = None
 
     # ---- playing -------------------------------------------------------------
@@ -160,10 +174,11 @@ class World:
         return self._is_broken() or self.protocol.settled()
 
     def _heal(self, names: list[str]) -> None:
-        self._healed = True
+        self.healed = True
         self.note("world", "no more faults from here on")
         for node in self._nodes.values():
             node.cut_until = 0.0
+        self.files.full_until = 0.0
         for name in names:
             self.later(1.0, self._start, name)
 
@@ -201,12 +216,15 @@ class World:
 
     def note(self, who: str, what: str) -> None:
         """A line of the story, kept only when a story is wanted."""
-        if self._trace:
+        if self.tracing:
             self.story.append((self.loop.time(), who, what))
 
     # ---- processes -----------------------------------------------------------
 
     def _start(self, name: str, twin: bool = False) -> None:
+        if self.loop.time() < self._dark_until:
+            self.later(self._dark_until - self.loop.time(), self._start, name)
+            return
         last = self._nodes.get(name)
         if last is not None and (last.finished or not (last.dead or twin)):
             return
@@ -262,7 +280,7 @@ class World:
         self.table.steps[kind] += 1
         self._steps += 1
         number = self._node_steps[node.name] = self._node_steps.get(node.name, 0) + 1
-        if self._healed:
+        if self.healed:
             return None
         if self._swarm is not None:
             fault = self._swarm.draw(node.name, number, kind)
@@ -305,9 +323,25 @@ class World:
             case "skew":
                 node.rate = fault.amount
                 node.offset = 1000.0 * (fault.amount - 1.0)
+            case "full":
+                self.files.full_until = now + fault.amount
+            case "power":
+                self._lose_power(fault)
+                raise Dead
             case _:
                 return fault
         return None
+
+    def _lose_power(self, fault: Fault) -> None:
+        """Everybody dies in the same moment; the ledger is elsewhere and goes on."""
+        luck = random.Random(f"power {self.seed} {fault.node} {fault.step}")
+        for node in self._everybody:
+            node.dead = True
+        for line in self.files.lose_power(luck):
+            self.note("disk", line)
+        self._dark_until = self.loop.time() + fault.amount
+        for name in self._nodes:
+            self.later(fault.amount + luck.uniform(0.0, 5.0), self._start, name)
 
     def _can_befall(self, node: Node, fault: Fault) -> bool:
         """Whether the fault would make a difference; what makes none is not counted."""
@@ -316,6 +350,9 @@ class World:
             return bool(node.leases)
         if fault.kind in ("lose_call", "lose_answer", "late", "repeat"):
             return not node.is_cut()
+        if fault.kind == "twin":
+            living = [one for one in self._everybody if one.name == node.name and not one.dead]
+            return len(living) < _TWINS_MAX
         return True
 
     # ---- the ledger ----------------------------------------------------------
@@ -329,7 +366,7 @@ class World:
         self._seen = self.store.revision
         try:
             for batch in batches:
-                if self._trace:
+                if self.tracing:
                     self.note("ledger", _in_words(batch))
                 self.protocol.observe(batch)
         except Violation as violation:

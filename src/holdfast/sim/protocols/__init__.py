@@ -11,6 +11,8 @@ __all__ = ["about", "broken_names", "find", "names"]
 # name -> (module below this one, what the protocol shows)
 _SOUND = {
     "election": "leader election with fencing tokens (the ledger's own small protocol)",
+    "fleet": "replicas go from version to version together",
+    "weights": "publish, pin, load, acknowledge, sweep: promise 6",
 }
 
 

@@ -1,0 +1,86 @@
+"""One channel: its folder, its file system, its clock, and the book that counts for it."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from holdfast.errors import Mistake
+from holdfast.ledger import Compare, Ledger, LiveRuntime, Runtime
+from holdfast.weights.book import Book
+from holdfast.weights.disk import Disk
+from holdfast.weights.layout import Layout, check_name
+from holdfast.weights.ledger_book import LedgerBook
+from holdfast.weights.local import LocalDisk
+from holdfast.weights.marker_book import MarkerBook
+from holdfast.weights.records import Keys
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """What publishers, subscribers and sweeps of one channel have in common.
+
+    `ledger=None` means marker files alone. `runtime` and `disk` are the real world unless a
+    simulation gives others; a runtime brings its ledger along, unless `markers` says that
+    there is none.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        ledger: Ledger | None,
+        channel: str,
+        *,
+        run: str = "default",
+        runtime: Runtime | None = None,
+        disk: Disk | None = None,
+        markers: bool = False,
+    ) -> None:
+        if markers and ledger is not None:
+            raise Mistake("a channel has a ledger or marker files, not both")
+        self.name, self.run = channel, run
+        self.layout = Layout(str(Path(root).absolute()), channel)
+        self.disk = disk or LocalDisk()
+        # Without a ledger nothing ever asks for one.
+        self.runtime = runtime or LiveRuntime(cast(Ledger, ledger))
+        self._simulated = runtime is not None
+        self.has_ledger = not markers and (ledger is not None or runtime is not None)
+        self.keys = Keys(check_name("run", run), channel)
+
+    @property
+    def ledger_url(self) -> str | None:
+        """What leads others to the same ledger; None without one, empty if nobody knows."""
+        return self.runtime.ledger.url if self.has_ledger else None
+
+    def book(self, name: str, guards: Sequence[Compare] = ()) -> Book:
+        """The authority over this channel, as `name` uses it."""
+        if self.has_ledger:
+            return LedgerBook(self.runtime, self.keys, name, guards)
+        if guards:
+            raise Mistake(f"{name}: marker files cannot compare guards; use a ledger")
+        return MarkerBook(self.runtime, self.disk, self.layout, name)
+
+    def wall_s(self) -> float:
+        """What people's clocks say; in a simulation, its own."""
+        return self.runtime.now() if self._simulated else time.time()
+
+    async def make(self) -> None:
+        """Make the channel's folders, so that they outlive a loss of power."""
+        for path in self.layout.folders():
+            await self.disk.make(path)
+        above = self.layout.hidden
+        while True:
+            # A folder that cannot be opened was not made by us.
+            with contextlib.suppress(PermissionError):
+                async with await self.disk.folder(above or "/") as folder:
+                    await folder.sync()
+            if not above:
+                return
+            above = above.rpartition("/")[0]
+
+    async def sync_base(self) -> None:
+        """Make the names of the versions durable."""
+        async with await self.disk.folder(self.layout.base) as base:
+            await base.sync()

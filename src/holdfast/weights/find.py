@@ -1,0 +1,164 @@
+"""From a path that somebody typed to a channel and the ledger that counts for it.
+
+Whatever is not a channel's folder gets an error that says what to type instead. Looking
+makes nothing: neither a folder nor a ledger.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from holdfast.errors import Denied, Mistake, NotFound
+from holdfast.ledger import Ledger, open
+from holdfast.ledger.memory import MemoryLedger
+from holdfast.ledger.sqlite import SqliteLedger
+from holdfast.weights import about
+from holdfast.weights.about import About
+from holdfast.weights.channel import Channel
+from holdfast.weights.layout import number
+from holdfast.weights.local import LocalDisk
+
+__all__ = ["Found", "find"]
+
+HIDDEN = ".holdfast"
+NAMED_MAX = 10
+
+
+class Found:
+    """A channel with its ledger open, and what its folder says about itself."""
+
+    def __init__(self, path: str, channel: Channel, about: About | None) -> None:
+        self.path = path
+        self.channel = channel
+        self.about = about
+        self.book = channel.book("command-line")
+
+    def ledger_name(self) -> str:
+        """The ledger, for people."""
+        return "marker files" if self.channel.ledger_url is None else self.channel.ledger_url
+
+    async def check_ours(self) -> None:
+        """Raise `Mistake` unless the book surely speaks of this folder.
+
+        For whoever is about to delete or mark something: with the wrong book, everything
+        looks as if it belonged to nobody.
+        """
+        said = self.about
+        if said is not None and said.run != self.channel.run:
+            raise Mistake(
+                f"{self.path} belongs to the run {said.run}, not to {self.channel.run}: "
+                "leave --run out"
+            )
+        if said is not None and _is_elsewhere(said.folder, self.channel.layout.base):
+            raise Mistake(
+                f"{self.path} is a copy of {said.folder}, and the ledger speaks of that one: "
+                f"name {said.folder}"
+            )
+        view = await self.book.view()
+        if view.epoch == 0 and view.head is None:
+            raise Mistake(
+                f"{self.ledger_name()} knows nothing of the channel {self.channel.name} in the "
+                f"run {self.channel.run}: check --ledger and --run"
+            )
+
+
+@contextlib.asynccontextmanager
+async def find(path: str, ledger_url: str | None, run: str | None) -> AsyncIterator[Found]:
+    """Open the channel whose folder is `path`.
+
+    `ledger_url` and `run` count for more than what the folder says; "none" means that there
+    is no ledger.
+    """
+    folder = _folder(path)
+    said = await about.read(LocalDisk(), f"{folder}/{HIDDEN}")
+    if said is not None and said.channel != folder.name:
+        raise Mistake(
+            f"{path} was published as the channel {said.channel}: a folder that was renamed or "
+            f"copied is not what the ledger speaks of; give it its name back"
+        )
+    ledger = _ledger(path, said, ledger_url)
+    name = run or (said.run if said else "default")
+    async with contextlib.AsyncExitStack() as stack:
+        if ledger is not None:
+            await stack.enter_async_context(ledger)
+        yield Found(path, Channel(folder.parent, ledger, folder.name, run=name), said)
+
+
+def _folder(path: str) -> Path:
+    """The channel's folder, or an error with what to type instead."""
+    folder = Path(os.path.normpath(Path(path).absolute()))
+    try:
+        if not folder.is_dir():
+            what = "a file, not a folder" if folder.exists() else "not there: check the path"
+            raise NotFound(f"{path} is {what}")
+        if _is_channel(folder):
+            return folder
+        inside = _inside(folder)
+        channels = [] if inside else _channels(folder)
+    except PermissionError:
+        raise Denied(f"no right to look into {path}") from None
+    if inside is not None:
+        what = "a version" if number(folder.name) is not None else "a folder"
+        raise Mistake(f"{path} is {what} inside a channel: name the channel, {inside}")
+    if channels:
+        several = "; ".join(str(Path(path) / name) for name in channels[:NAMED_MAX])
+        more = f" and {len(channels) - NAMED_MAX} more" if len(channels) > NAMED_MAX else ""
+        raise Mistake(f"{path} is not a channel, but channels are in it: name {several}{more}")
+    raise Mistake(
+        f"{path} is not a channel: it has no folder {HIDDEN}. Name ROOT/CHANNEL of a "
+        "Publisher(ROOT, ledger, CHANNEL)"
+    )
+
+
+def _is_channel(folder: Path) -> bool:
+    return (folder / HIDDEN / "drafts").is_dir()
+
+
+def _inside(folder: Path) -> Path | None:
+    """The channel that this is a version of, or a hidden folder."""
+    if HIDDEN in folder.parts:
+        above = Path(*folder.parts[: folder.parts.index(HIDDEN)])
+    elif number(folder.name) is not None:
+        above = folder.parent
+    else:
+        return None
+    return above if _is_channel(above) else None
+
+
+def _channels(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir() if _is_channel(one))
+
+
+def _ledger(path: str, said: About | None, url: str | None) -> Ledger | None:
+    """The ledger that counts, not yet started; None for marker files."""
+    given = url is not None
+    if url is None:
+        if said is None or said.ledger == "":
+            raise Mistake(
+                f"{path} does not say which ledger it belongs to: give --ledger URL "
+                "(or --ledger none for marker files)"
+            )
+        url = said.ledger
+    elif said is not None and (said.ledger is None) != (url == "none"):
+        here = "marker files" if said.ledger is None else said.ledger or "a ledger"
+        raise Mistake(f"{path} is kept with {here}, and a folder has one book: change --ledger")
+    if url is None or url == "none":
+        return None
+    if not given and url.startswith("etcd://") and "@" in url:
+        raise Mistake(f"the ledger {url} needs a password, which is not kept: give --ledger URL")
+    ledger = open(url)
+    if isinstance(ledger, MemoryLedger):
+        raise Mistake(f"the ledger {url} lives inside one process: it cannot be asked from here")
+    if isinstance(ledger, SqliteLedger) and not ledger.path.exists():
+        where = "check the path" if given else "give --ledger URL if it has moved"
+        raise NotFound(f"there is no ledger at {ledger.path}: {where}")
+    return ledger
+
+
+def _is_elsewhere(said: str, folder: str) -> bool:
+    """Whether the folder that was meant is there and is another one."""
+    try:
+        return not Path(said).samefile(folder)
+    except OSError:
+        return False  # not mounted there on this machine: nothing can be told

@@ -1,0 +1,326 @@
+"""Marker files: what a channel's folder says where there is no ledger.
+
+    step_42/STABLE                       the version exists (written last)
+    LOADED_STEP                          a consumer that is not ours has loaded this number
+    .holdfast/HEAD                       Head: no number up to this one is used again
+    .holdfast/writers/7                  Writer: whoever made the largest number may publish
+    .holdfast/swept/42                   Swept: given up; nobody may pin it any more
+    .holdfast/marks/42                   Mark: found damaged
+    .holdfast/consumers/r0-1f3a…/        one life of one consumer, written by it alone:
+        STATE                            what it needs, pins and serves
+        HEARTBEAT                        touched while it lives
+        LOADED_STEP                      what it serves, for tools that are not ours
+    .holdfast/consumers/<any>/LOADED_STEP   a consumer that is not ours, with a name
+
+This module reads them. What is read is judged by pure functions (`judge`, `member`), the
+rest is access. A consumer lives while the file system's clock is less than its lease beyond
+the newest of its files; one that is not ours holds everything from its number on, because
+nobody knows what it will load next. What cannot be read holds everything while it is fresh.
+
+Reading costs a few small calls per version folder and per consumer. Manifests are read once
+and remembered by inode, size and time.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.errors import Corrupt, HoldfastError
+from holdfast.ledger import Record
+from holdfast.weights.book import Member
+from holdfast.weights.disk import Disk, Folder, Item
+from holdfast.weights.layout import MAX_VERSION, Layout, number
+from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, STABLE, decode, digest
+from holdfast.weights.records import Consumer, Head, Mark, Swept, Version
+from holdfast.weights.trouble import translate
+
+__all__ = [
+    "FOREIGN_LEASE_S",
+    "HEAD",
+    "HEARTBEAT",
+    "LOADED_STEP",
+    "STATE",
+    "Found",
+    "Markers",
+    "State",
+    "judge",
+    "life",
+    "member",
+    "telling",
+]
+
+HEAD, STATE, HEARTBEAT, LOADED_STEP = "HEAD", "STATE", "HEARTBEAT", "LOADED_STEP"
+
+FOREIGN_LEASE_S = 600.0
+"""How long a consumer that is not ours counts after it last wrote: it may load for long."""
+
+MAX_MARKER_BYTES = 64 << 10
+_HASH = re.compile(rb"[0-9a-f]{32}\s*")
+_LIFE = re.compile(r"(.+)-[0-9a-f]{16}")
+_SIGNS = (STATE, HEARTBEAT, LOADED_STEP)
+
+R = TypeVar("R", bound=Record)
+
+
+class State(Record, frozen=True, kw_only=True):
+    """The file STATE. `nonce` names the life."""
+
+    nonce: str
+    lease_s: float
+    consumer: Consumer
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A version that is there. With a `problem` it must not be loaded."""
+
+    version: Version
+    problem: str = ""
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """What the file system says becomes an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise translate(error, what) from error
+
+
+# ---- pure ----------------------------------------------------------------------
+
+
+def judge(number: int, files: Mapping[str, Item], stable: bytes, manifest: bytes | None) -> Found:
+    """What a folder with STABLE is: ours (verifiable), damaged, or of a foreign trainer."""
+    size = sum(item.bytes for item in files.values() if item.name not in (STABLE, MANIFEST))
+    version = Version(
+        version=number,
+        parent=None,
+        epoch=0,
+        content="",
+        manifest="",
+        bytes=size,
+        published_s=files[STABLE].mtime_s,
+    )
+    promised = stable.strip().decode() if _HASH.fullmatch(stable) else ""
+    if manifest is None:
+        if not promised:
+            return Found(version)
+        ours = msgspec.structs.replace(version, content=promised, manifest="missing")
+        return Found(ours, f"its {MANIFEST} is missing")
+    ours = msgspec.structs.replace(version, content=promised, manifest=digest(manifest))
+    try:
+        says = decode(manifest, MANIFEST)
+    except HoldfastError as error:
+        return Found(ours, str(error))
+    ours = msgspec.structs.replace(
+        ours,
+        parent=says.parent,
+        epoch=says.epoch,
+        content=says.content,
+        bytes=sum(file.bytes for file in says.files),
+    )
+    if says.step != number:
+        return Found(ours, f"its {MANIFEST} is that of version {says.step}")
+    if promised and promised != says.content:
+        return Found(ours, f"its {MANIFEST} and its {STABLE} do not belong together")
+    return Found(ours)
+
+
+def life(folder: str) -> str | None:
+    """The consumer's name in the name of a folder that our own consumers make, or None."""
+    match = _LIFE.fullmatch(folder)
+    return match[1] if match else None
+
+
+def member(
+    folder: str,
+    made_s: float,
+    files: Mapping[str, Item],
+    state: bytes | None,
+    loaded: bytes | None,
+    foreign_lease_s: float,
+) -> Member | None:
+    """A consumer, from its folder's name and time and from what is in its files."""
+    seen_s = max((files[name].mtime_s for name in _SIGNS if name in files), default=None)
+    if state is not None:
+        try:
+            found = msgspec.json.decode(state, type=State)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            unclear = Consumer(name=folder, needs="every", floor=0, problem="STATE is unreadable")
+            return Member(folder, unclear, (seen_s or made_s) + foreign_lease_s)
+        return Member(folder, found.consumer, (seen_s or made_s) + found.lease_s)
+    if loaded is None:
+        ours = life(folder)
+        if ours is None:
+            return None
+        # It is joining or leaving, or was killed while it did.
+        record = Consumer(name=ours, needs="latest", floor=0)
+        return Member(folder, record, max(seen_s or 0.0, made_s) + foreign_lease_s)
+    step = _step(loaded)
+    record = Consumer(
+        name=folder,
+        needs="every",
+        floor=step or 0,
+        acknowledged=step,
+        problem="" if step is not None else f"{LOADED_STEP} is not a number",
+    )
+    return Member(folder, record, (seen_s or made_s) + foreign_lease_s)
+
+
+def _step(raw: bytes) -> int | None:
+    text = raw.strip()
+    # Longer ones are no versions, and slow to convert.
+    return int(text) if text.isdigit() and len(text) <= len(str(MAX_VERSION)) else None
+
+
+# ---- access --------------------------------------------------------------------
+
+
+class Markers:
+    """Reads the marker files of one channel."""
+
+    def __init__(self, disk: Disk, layout: Layout, foreign_lease_s: float) -> None:
+        self.disk = disk
+        self.layout = layout
+        self._foreign_lease_s = foreign_lease_s
+        self._known: dict[int, tuple[object, Found]] = {}
+
+    async def versions(self) -> dict[int, Found]:
+        """All versions that are there, by number. Those given up have a problem."""
+        numbers = await self._numbers()
+        found = {one: version for one in numbers if (version := await self.find(one)) is not None}
+        self._known = {one: known for one, known in self._known.items() if one in found}
+        for one in found:
+            if await self.swept(one) is not None:
+                found[one] = Found(found[one].version, "it is being deleted")
+        for one, reason in (await self.marks()).items():
+            if one in found and not found[one].problem:
+                found[one] = Found(found[one].version, reason)
+        return found
+
+    async def _numbers(self) -> list[int]:
+        """Folders with the name of a version, whatever is in them; the newest first."""
+        async with await self.disk.folder(self.layout.base) as folder:
+            items = await folder.items()
+        names = [number(item.name) for item in items if item.is_folder]
+        return sorted((one for one in names if one is not None), reverse=True)
+
+    async def find(self, one: int) -> Found | None:
+        """The version if its folder is there and has its STABLE, marked or not."""
+        try:
+            async with await self.disk.folder(self.layout.version(one)) as folder:
+                files = {item.name: item for item in await folder.items() if not item.is_folder}
+                if STABLE not in files:
+                    return None
+                identity = sorted(
+                    (item.name, item.inode, item.bytes, item.mtime_s) for item in files.values()
+                )
+                known = self._known.get(one)
+                if known is not None and known[0] == identity:
+                    return known[1]
+                stable = b""
+                if files[STABLE].bytes <= MAX_MARKER_BYTES:
+                    stable = await folder.read(STABLE, MAX_MARKER_BYTES)
+                manifest = None
+                if MANIFEST in files:
+                    manifest = await folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # it went while we looked
+        found = await self.disk.work(judge, one, files, stable, manifest)
+        self._known[one] = (identity, found)
+        return found
+
+    async def head(self) -> int | None:
+        """The largest number that was ever published, as far as anybody knows."""
+        recorded = await self.recorded()
+        for one in await self._numbers():
+            if recorded is not None and one <= recorded.version:
+                break
+            if await self._stable(one):
+                return one
+        return recorded.version if recorded else None
+
+    async def _stable(self, one: int) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            async with await self.disk.folder(self.layout.version(one)) as folder:
+                return any(item.name == STABLE for item in await folder.items())
+        return False
+
+    async def recorded(self) -> Head | None:
+        """What the file HEAD says."""
+        return await self._record(self.layout.hidden, HEAD, Head)
+
+    async def swept(self, one: int) -> Swept | None:
+        """What is left of a version that was given up, or None."""
+        return await self._record(self.layout.swept, str(one), Swept)
+
+    async def mark(self, one: int) -> str:
+        """Why a version must not be loaded; empty when nobody said so."""
+        mark = await self._record(self.layout.marks, str(one), Mark)
+        return mark.reason if mark else ""
+
+    async def marks(self) -> dict[int, str]:
+        """All marks."""
+        return {one: await self.mark(one) for one in await self.listed(self.layout.marks)}
+
+    async def listed(self, path: str) -> list[int]:
+        """The files in a folder whose names are numbers, in order."""
+        async with await self.disk.folder(path) as folder:
+            items = await folder.items()
+        names = [item.name for item in items if item.name.isascii() and item.name.isdecimal()]
+        return sorted(map(int, names))
+
+    async def members(self) -> tuple[float, tuple[Member, ...]]:
+        """The file system's time, and all consumers, dead ones too.
+
+        The clock is read first: whoever seems dead by it finds, whenever it touches its
+        heartbeat next, that it came too late.
+        """
+        async with await self.disk.folder(self.layout.consumers) as folder:
+            now_s = await folder.clock()
+            items = await folder.items()
+        found = [await self._member(item) for item in items if item.is_folder]
+        found.append(await self._member(None))
+        return now_s, tuple(one for one in found if one is not None)
+
+    async def _member(self, item: Item | None) -> Member | None:
+        """The consumer with this folder; None: the one that writes beside the versions."""
+        path = self.layout.base if item is None else f"{self.layout.consumers}/{item.name}"
+        state = loaded = None
+        try:
+            async with await self.disk.folder(path) as folder:
+                files: Mapping[str, Item] = {one.name: one for one in await folder.items()}
+                if item is None:
+                    files = {name: files[name] for name in (LOADED_STEP,) if name in files}
+                if STATE in files:
+                    state = await _small(folder, STATE)
+                elif LOADED_STEP in files:
+                    loaded = await _small(folder, LOADED_STEP)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # it left while we looked
+        name, made_s = (LOADED_STEP, 0.0) if item is None else (item.name, item.mtime_s)
+        return member(name, made_s, files, state, loaded, self._foreign_lease_s)
+
+    async def _record(self, path: str, name: str, kind: type[R]) -> R | None:
+        try:
+            async with await self.disk.folder(path) as folder:
+                raw = await folder.read(name, MAX_MARKER_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Corrupt(
+                f"{path}/{name} does not hold a {kind.__name__} ({error}): was it written by hand?"
+            ) from error
+
+
+async def _small(folder: Folder, name: str) -> bytes:
+    """A marker that others write; what is too large is as unreadable as nothing."""
+    try:
+        return await folder.read(name, MAX_MARKER_BYTES)
+    except Corrupt:
+        return b""

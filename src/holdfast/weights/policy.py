@@ -1,0 +1,200 @@
+"""Which versions may be deleted: a pure function of what exists, who needs it, and a policy.
+
+A version is **needed**, and never deleted, while it is the newest, while a live consumer
+pins it or serves it (its acknowledged version), or when a live consumer that works through
+*every* version has not come to it yet. It is **wanted** when the policy keeps it: the last
+k, every n-th, as long as they fit into the byte budget (the oldest give way first). What is
+neither is deleted. A consumer whose time is over holds nothing.
+
+Bytes are counted per inode: a file that several versions share is counted once, and is
+freed only with the last of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "Acknowledgement",
+    "Files",
+    "Hold",
+    "Needs",
+    "OnDisk",
+    "Pin",
+    "Retention",
+    "deletable",
+    "holds",
+    "needed",
+    "used_bytes",
+]
+
+Needs = Literal["every", "latest"]
+"""What a consumer means to load: every version in turn, or whichever is newest."""
+
+Files = Mapping[int, int]
+"""Bytes by inode."""
+
+
+class Retention(BaseModel):
+    """What to keep. The defaults keep the two newest versions and whatever somebody needs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keep_last: int = Field(default=2, ge=1, description="How many of the newest to keep.")
+    keep_every: int = Field(default=0, ge=0, description="Keep multiples of this; 0: none.")
+    max_bytes: int = Field(default=0, ge=0, description="Budget for the channel; 0: no limit.")
+    when_full: Literal["wait", "fail"] = Field(
+        default="wait", description="What `publish` does when consumers hold the whole budget."
+    )
+    wait_s: float = Field(default=600.0, gt=0, description="How long `publish` waits for room.")
+
+
+class OnDisk(msgspec.Struct, frozen=True):
+    """A version and the files it consists of."""
+
+    version: int
+    files: Files
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """`consumer` is reading `version`, if it still lives at `until_s`."""
+
+    consumer: str
+    version: int
+    until_s: float = float("inf")
+
+
+class Acknowledgement(msgspec.Struct, frozen=True):
+    """`consumer` serves `version` (None: nothing yet) and needs what its `needs` says."""
+
+    consumer: str
+    version: int | None
+    needs: Needs = "every"
+    floor: int = 0
+    until_s: float = float("inf")
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """What one consumer keeps from being deleted."""
+
+    consumer: str
+    versions: tuple[int, ...]
+    bytes: int
+
+
+def needed(
+    numbers: Iterable[int],
+    pins: Iterable[Pin],
+    acknowledgements: Iterable[Acknowledgement],
+    now_s: float,
+) -> set[int]:
+    """The versions that must not be deleted, whatever the policy says."""
+    everything = sorted(numbers)
+    if not everything:
+        return set()
+    kept = {pin.version for pin in pins if pin.until_s > now_s}
+    floor = float("inf")
+    for one in acknowledgements:
+        if one.until_s <= now_s:
+            continue
+        if one.version is not None:
+            kept.add(one.version)
+        if one.needs == "every":
+            floor = min(floor, one.floor)
+    return {number for number in everything if number in kept or number >= floor} | {
+        everything[-1]
+    }
+
+
+def deletable(
+    versions: Sequence[OnDisk],
+    pins: Iterable[Pin],
+    acknowledgements: Iterable[Acknowledgement],
+    policy: Retention,
+    now_s: float,
+    *,
+    reserve_bytes: int = 0,
+    other: Files | None = None,
+) -> tuple[int, ...]:
+    """The versions to delete now, oldest first.
+
+    `reserve_bytes` is room that is wanted on top; `other` are files that count and are not
+    part of a version (staged for readers, or being written).
+    """
+    ordered = sorted(versions, key=lambda one: one.version)
+    must = needed((one.version for one in ordered), pins, acknowledgements, now_s)
+    newest = {one.version for one in ordered[-policy.keep_last :]}
+    keep: list[OnDisk] = []
+    drop: list[int] = []
+    for one in ordered:
+        every = policy.keep_every and one.version % policy.keep_every == 0
+        if one.version in must or one.version in newest or every:
+            keep.append(one)
+        else:
+            drop.append(one.version)
+    if policy.max_bytes:
+        room = policy.max_bytes - reserve_bytes
+        drop += _squeeze(keep, must, other or {}, room)
+        drop.sort()
+    return tuple(drop)
+
+
+def _squeeze(keep: Sequence[OnDisk], must: set[int], other: Files, room: int) -> list[int]:
+    """Versions to give up so that the rest fits into `room`, oldest first."""
+    names = Counter(inode for one in keep for inode in one.files)
+    names.update(other)
+    sizes = {inode: size for one in keep for inode, size in one.files.items()} | dict(other)
+    total = sum(sizes.values())
+    drop: list[int] = []
+    for one in keep:
+        if total <= room:
+            break
+        if one.version in must:
+            continue
+        for inode in one.files:
+            names[inode] -= 1
+            if not names[inode]:
+                total -= sizes[inode]
+        drop.append(one.version)
+    return drop
+
+
+def used_bytes(versions: Iterable[OnDisk], other: Files | None = None) -> int:
+    """What these versions and other files take on the disk, each inode once."""
+    sizes = dict(other or {})
+    for one in versions:
+        sizes.update(one.files)
+    return sum(sizes.values())
+
+
+def holds(
+    versions: Sequence[OnDisk],
+    pins: Iterable[Pin],
+    acknowledgements: Iterable[Acknowledgement],
+    policy: Retention,
+    now_s: float,
+) -> list[Hold]:
+    """What each consumer keeps on the disk that could otherwise go, the largest first."""
+    pins, acknowledgements = list(pins), list(acknowledgements)
+    free = policy.model_copy(update={"keep_every": 0, "keep_last": 1, "max_bytes": 0})
+    loose = set(deletable(versions, (), (), free, now_s))
+    names = {pin.consumer for pin in pins if pin.until_s > now_s}
+    names |= {one.consumer for one in acknowledgements if one.until_s > now_s}
+    found: list[Hold] = []
+    for name in names:
+        held = loose - set(
+            deletable(
+                versions,
+                [pin for pin in pins if pin.consumer == name],
+                [one for one in acknowledgements if one.consumer == name],
+                free,
+                now_s,
+            )
+        )
+        if held:
+            size = used_bytes(one for one in versions if one.version in held)
+            found.append(Hold(name, tuple(sorted(held)), size))
+    return sorted(found, key=lambda hold: (-hold.bytes, hold.consumer))

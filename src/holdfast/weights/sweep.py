@@ -1,0 +1,286 @@
+"""The sweep: gives up what nobody needs, and removes whatever crashes have left.
+
+It looks at everything each time, so a version that was skipped once is not leaked, and a
+sweep that was killed is finished by the next one, whoever runs it. The order makes it safe:
+
+1. The **disk is listed before the book is read**: a staging folder that was listed belongs
+   to a consumer that had joined before, so if the book does not know it, it is gone.
+2. A version is given up **in the book first** (which fails if somebody pinned it since),
+   then its folder is renamed away, then removed. Whatever is removed is renamed first.
+3. A folder is moved away **by name only if its number can never be published any more**
+   (it is not in the book, and the head is not below it). So a sweeper that was stopped for
+   an hour and wakes up still moves away only what nobody will ever want.
+"""
+
+import contextlib
+
+import msgspec
+
+from holdfast import events, faults
+from holdfast.errors import Corrupt, TooNew
+from holdfast.weights.book import Book, View
+from holdfast.weights.channel import Channel
+from holdfast.weights.disk import Disk, Item
+from holdfast.weights.layout import epoch_of, number
+from holdfast.weights.manifest import MANIFEST, MARKER, MAX_MANIFEST_BYTES, STABLE, decode
+from holdfast.weights.policy import (
+    Files,
+    Hold,
+    OnDisk,
+    Retention,
+    deletable,
+    holds,
+    used_bytes,
+)
+
+__all__ = ["Report", "Scan", "Sweeper", "Swept"]
+
+DECIDED = faults.declare("weights.sweep.decided", "a version is to go, nothing done yet")
+RECORDED = faults.declare("weights.sweep.recorded", "given up in the book, folder still there")
+RENAMED = faults.declare("weights.sweep.renamed", "folder renamed away, not removed")
+
+
+class Swept(events.Event, frozen=True, tag="weights.swept"):
+    """A version was deleted."""
+
+    version: int
+    bytes: int
+
+
+class Scan(msgspec.Struct):
+    """What lies in a channel's folder."""
+
+    versions: dict[int, list[Item]]
+    drafts: dict[str, Files]
+    staging: dict[str, Files]
+    trash: dict[str, Files]
+
+    def other(self) -> Files:
+        """Files that count and are no versions."""
+        found: dict[int, int] = {}
+        for group in (self.drafts, self.staging, self.trash):
+            for files in group.values():
+                found.update(files)
+        return found
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a sweep did, and what is left."""
+
+    deleted: tuple[int, ...]
+    leftovers: tuple[str, ...]
+    used_bytes: int
+    missing_bytes: int
+    """What is missing in the budget for the room that was wanted."""
+    holds: tuple[Hold, ...]
+
+
+class Sweeper:
+    """Sweeps one channel."""
+
+    def __init__(self, channel: Channel, book: Book, retention: Retention) -> None:
+        self._channel = channel
+        self._disk = channel.disk
+        self._layout = channel.layout
+        self._book = book
+        self._retention = retention
+
+    async def scan(self) -> Scan:
+        """List the channel's folder."""
+        versions: dict[int, list[Item]] = {}
+        for item in await self._items(self._layout.base):
+            found = number(item.name) if item.is_folder else None
+            if found is not None:
+                versions[found] = await self._items(f"{self._layout.base}/{item.name}")
+        return Scan(
+            versions,
+            await self._below(self._layout.drafts),
+            await self._below(self._layout.staging),
+            await self._below(self._layout.trash),
+        )
+
+    async def _items(self, path: str) -> list[Item]:
+        """What is in a folder; nothing if it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            async with await self._disk.folder(path) as folder:
+                return await folder.items()
+        return []
+
+    async def _below(self, path: str) -> dict[str, Files]:
+        return {
+            item.name: await self._tree(f"{path}/{item.name}")
+            for item in await self._items(path)
+            if item.is_folder
+        }
+
+    async def _tree(self, path: str, depth: int = 3) -> dict[int, int]:
+        """All files below a folder."""
+        files: dict[int, int] = {}
+        for item in await self._items(path):
+            if not item.is_folder:
+                files[item.inode] = item.bytes
+            elif depth:
+                files.update(await self._tree(f"{path}/{item.name}", depth - 1))
+        return files
+
+    async def sweep(self, reserve_bytes: int = 0, *, dry_run: bool = False) -> Report:
+        """Delete what may go; `reserve_bytes` is room that is wanted on top."""
+        scan = await self.scan()
+        view = await self._book.view()
+        versions = on_disk(scan, view)
+        chosen = deletable(
+            versions,
+            view.pins(),
+            view.acknowledgements(),
+            self._retention,
+            view.now_s,
+            reserve_bytes=reserve_bytes,
+            other=scan.other(),
+        )
+        rubbish = self._rubbish(scan, view)
+        if dry_run:
+            return self._report(scan, view, versions, chosen, rubbish, reserve_bytes)
+        deleted = []
+        for one in chosen:
+            faults.point(DECIDED)
+            if await self._book.forget(view, one):
+                faults.point(RECORDED)
+                await self._move_away(self._layout.version(one))
+                deleted.append(one)
+                events.emit(Swept(version=one, bytes=view.versions[one].bytes))
+        for path in rubbish:
+            if path.startswith(f"{self._layout.trash}/"):
+                await self._disk.remove(path)
+            else:
+                await self._move_away(path)
+        await self._clear_beyond(scan, view)
+        return self._report(scan, view, versions, tuple(deleted), rubbish, reserve_bytes)
+
+    def _report(
+        self,
+        scan: Scan,
+        view: View,
+        versions: list[OnDisk],
+        deleted: tuple[int, ...],
+        rubbish: tuple[str, ...],
+        reserve_bytes: int,
+    ) -> Report:
+        left = [one for one in versions if one.version not in deleted]
+        gone = {path.rpartition("/")[2] for path in rubbish}
+        other = {
+            inode: size
+            for group in (scan.drafts, scan.staging)
+            for name, files in group.items()
+            if name not in gone
+            for inode, size in files.items()
+        }
+        held = holds(left, view.pins(), view.acknowledgements(), self._retention, view.now_s)
+        used, budget = used_bytes(left, other), self._retention.max_bytes
+        missing = max(0, used + reserve_bytes - budget) if budget else 0
+        return Report(deleted, rubbish, used, missing, tuple(held))
+
+    def _rubbish(self, scan: Scan, view: View) -> tuple[str, ...]:
+        """Paths that belong to nobody."""
+        layout = self._layout
+        living = {member.id for member in view.members if member.until_s > view.now_s}
+        found = [f"{layout.trash}/{name}" for name in scan.trash]
+        for name in scan.drafts:
+            epoch = epoch_of(name)
+            if epoch is None:
+                continue
+            # Numbers only grow, so what was begun below the head can never be finished.
+            late = view.head is not None and int(name.split("-")[1]) <= view.head
+            if late or epoch < view.epoch:
+                found.append(f"{layout.drafts}/{name}")
+        found += [f"{layout.staging}/{name}" for name in scan.staging if name not in living]
+        found += [
+            layout.version(one)
+            for one, items in scan.versions.items()
+            if one not in view.versions
+            and view.head is not None
+            and one <= view.head
+            and _ours({item.name for item in items})
+        ]
+        return tuple(found)
+
+    async def _move_away(self, path: str) -> None:
+        """Rename a folder out of sight, then remove it.
+
+        Drafts too: a publisher that was replaced could otherwise give its draft a name while
+        we take the files out of it.
+        """
+        nonce = f"{self._channel.runtime.random.getrandbits(32):08x}"
+        away = self._layout.rubbish(number(path.rpartition("/")[2]), nonce)
+        try:
+            await self._disk.rename(path, away)
+        except FileNotFoundError:
+            return  # somebody else was faster
+        faults.point(RENAMED)
+        await self._channel.sync_base()
+        await self._disk.remove(away)
+
+    async def _clear_beyond(self, scan: Scan, view: View) -> None:
+        """Empty what replaced publishers left beyond the head, through the folders themselves.
+
+        Such a number may be published at any time, so the name proves nothing. What is
+        emptied is the folder that was looked into, and only an empty folder is removed by
+        name.
+        """
+        for one in scan.versions:
+            if one not in view.versions and (view.head is None or one > view.head):
+                path = self._layout.version(one)
+                if await clear(self._disk, path, view.epoch - 1):
+                    await self._disk.remove_empty(path)
+
+
+async def clear(disk: Disk, path: str, epoch: int) -> bool:
+    """Empty a version's folder that was never committed and cannot be any more.
+
+    Only what a publisher up to `epoch` has written is touched. The markers go first and the
+    manifest last, so an interrupted clearing is recognised. Tells whether the folder is
+    (or was) ours to clear.
+    """
+    try:
+        folder = await disk.folder(path)
+    except FileNotFoundError:
+        return True
+    async with folder:
+        names = [item.name for item in await folder.items()]
+        if not names:
+            return True
+        if not _ours(set(names)):
+            return False
+        try:
+            if MANIFEST in names:
+                raw = await folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+                if decode(raw, path).epoch > epoch:
+                    return False
+        except FileNotFoundError:
+            return True  # somebody else is emptying it
+        except (Corrupt, TooNew):
+            return False
+        # In this order, and each synced before the next: without a marker nobody takes it
+        # for a version (nor can its writer mark it any more), and as long as anything is
+        # there the manifest tells whose it is.
+        others = [name for name in names if name not in (MARKER, STABLE, MANIFEST)]
+        for group in ((MARKER, STABLE), others, (MANIFEST,)):
+            for name in group:
+                await folder.unlink(name)
+            await folder.sync()
+        return True
+
+
+def _ours(names: set[str]) -> bool:
+    """Whether a folder with these names is a version of ours, or what is left of one."""
+    return MANIFEST in names or not names
+
+
+def on_disk(scan: Scan, view: View) -> list[OnDisk]:
+    """The versions of the book with the files that they have."""
+    return [
+        OnDisk(
+            one,
+            {item.inode: item.bytes for item in scan.versions.get(one, ()) if not item.is_folder},
+        )
+        for one in view.versions
+    ]

@@ -1,0 +1,134 @@
+"""Tests with other people's servers. They run in `.venv-peers` only (`make test-peers`).
+
+One vLLM serves all tests of a session, because it takes 40 seconds to start. Every test
+gets it resumed and with version 1 loaded; where a test has ended the engine, or left it
+beyond healing, a new one is started. What the server wrote while a test ran is shown when
+the test fails.
+"""
+
+import importlib.util
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.procs import Child, free_ports, spawn
+
+# Without vLLM this folder has no tests. The other files import what is not there then.
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
+
+# Before transformers is imported: nothing here comes from a hub.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
+
+START_S = 240.0
+MODEL = "tiny"
+_LOG_CHARS = 20_000
+_SHOWN: pytest.StashKey[tuple[Path, int]] = pytest.StashKey()
+
+
+class VllmProcess:
+    """A vLLM server on loopback that can be started again when its engine has died."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self.model = model
+        self.log = log
+        self.child: Child | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Start it unless it answers, and wait until it does."""
+        if self.child is not None and self.child.alive() and self.healthy():
+            return
+        self.stop()
+        port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{port}"
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", str(self.model), "--served-model-name", MODEL, "--max-model-len=256"]
+        argv += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--dtype=float32"]
+        # Answers that name the version of every token.
+        argv += ["--enable-scale-out"]
+        env = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.child = spawn(argv, name="vLLM", env=env, log=self.log)
+        self.child.wait_until(self.healthy, START_S)
+
+    def healthy(self) -> bool:
+        """Whether it answers and its engine runs."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def stop(self) -> None:
+        """End it with everything that it started."""
+        if self.child is not None:
+            self.child.stop(grace_s=10)
+            self.child = None
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Three versions of one model, by number."""
+    from peers.tiny_model import make_model
+
+    root = tmp_path_factory.mktemp("channel")
+    return {number: make_model(root / f"step_{number}", seed=number) for number in (1, 2, 3)}
+
+
+@pytest.fixture(scope="session")
+def vllm_process(
+    models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmProcess]:
+    process = VllmProcess(models[1], tmp_path_factory.mktemp("vllm") / "vllm.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def vllm(
+    vllm_process: VllmProcess, models: dict[int, Path], request: pytest.FixtureRequest
+) -> AsyncIterator[Any]:
+    """A client of the server, which serves version 1."""
+    from holdfast.errors import Corrupt
+    from holdfast.weights.vllm import VllmServer
+
+    log = vllm_process.log
+    request.node.stash[_SHOWN] = (log, log.stat().st_size if log.exists() else 0)
+    for _ in range(2):
+        vllm_process.start()
+        async with VllmServer(vllm_process.url, call_s=30) as server:
+            await server.pause("abort")
+            try:
+                await server.reload(str(models[1]))
+            except Corrupt:  # the test before left it beyond healing
+                vllm_process.stop()
+                continue
+            await server.set_version(1)
+            await server.resume()
+            yield server
+            return
+    pytest.fail("a new server could not load version 1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Show what the server wrote while a failed test ran."""
+    report = yield
+    if report.failed and _SHOWN in item.stash:
+        log, begin = item.stash[_SHOWN]
+        if log.exists():
+            told = log.read_bytes()[begin:].decode(errors="replace")[-_LOG_CHARS:]
+            report.sections.append((f"{log.name} during this test", told))
+    return report

@@ -1,0 +1,575 @@
+"""`holdfast weights`: what people see and do, through the real command."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast import ledger, procs
+from holdfast.cli import main
+from holdfast.errors import Corrupt
+from holdfast.weights import Publisher, Retention, Subscriber
+from holdfast.weights.text import parse_bytes, size, table
+from holdfast.weights.watching import happened
+
+HOLDFAST = [sys.executable, "-m", "holdfast"]
+WORKER = [sys.executable, str(Path(__file__).with_name("cli_worker.py"))]
+SHARD = "model.safetensors"
+KEEP = Retention(keep_last=9, max_bytes=10 << 20)
+
+
+def _run(*args: str, code: int = 0) -> str:
+    """Run the command's own `main` here, which spares a second each; a complaint is one line.
+
+    Returns the output or, if there is none, the complaint.
+    """
+    out, complaint = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(complaint),
+        pytest.raises(SystemExit) as end,
+    ):
+        patch.setattr(sys, "argv", ["holdfast", *args])
+        main()
+    assert end.value.code == code, out.getvalue() + complaint.getvalue()
+    if code == 0 or out.getvalue():
+        return out.getvalue()
+    assert complaint.getvalue().startswith(("holdfast: ", "Usage")), complaint.getvalue()
+    assert "Traceback" not in complaint.getvalue()
+    return complaint.getvalue()
+
+
+def _rows(*args: str, code: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _run(*args, "--json", code=code).splitlines()]
+
+
+def _only(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["type"] == kind]
+
+
+class Place:
+    """A channel on sqlite: versions 0 to 3 have the same shard and different configurations."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"sqlite:///{root}/ledger.db"
+        self.path = str(root / "policy")
+
+    def publish(self, *numbers: int, retention: Retention | None = KEEP) -> None:
+        async def work() -> None:
+            async with (
+                ledger.open(self.url) as led,
+                Publisher(self.root, led, "policy", retention) as publisher,
+            ):
+                for number in numbers:
+                    tensors = {"alpha": np.arange(2000.0), "beta": np.ones((3, 4), np.float32)}
+                    config = f'{{"step": {number}}}'.encode()
+                    await publisher.publish(number, tensors, files={"config.json": config})
+
+        asyncio.run(work())
+
+    def consumer(self, name: str, number: int, lease_s: float = 30) -> procs.Child:
+        """A live consumer that serves, pins and has staged a version."""
+        log = self.root / f"{name}.log"
+        child = procs.spawn(
+            [*WORKER, "consume", str(self.root), self.url, name, str(number), str(lease_s)],
+            log=log,
+            stdin=subprocess.PIPE,
+        )
+        child.wait_until(lambda: "ready" in log.read_text())
+        return child
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    found = Place(tmp_path)
+    found.publish(0, 1, 2, 3)
+    return found
+
+
+def _until(found: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not found():
+        assert time.monotonic() < deadline, "time is up"
+        time.sleep(0.05)
+
+
+# ---- ls ----------------------------------------------------------------------------
+
+
+def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
+    """The dead one is seen to be silent while its lease runs out; then only its staging
+    folder is left, as something to be swept."""
+    with (
+        place.consumer("r0", 3),
+        place.consumer("r1", 3),
+        place.consumer("r2", 1, lease_s=6) as dead,
+    ):
+        rows = _rows("weights", "ls", place.path)
+        assert [one["consumer"] for one in _only(rows, "consumer")] == ["r0", "r1", "r2"]
+        assert not _only(rows, "leftover"), "what the living have staged is not left over"
+        dead.kill_group()
+
+        lines: dict[str, str] = {}
+
+        def look() -> dict[str, str]:
+            nonlocal lines
+            text = _run("weights", "ls", place.path)
+            lines = {line[:2]: line for line in text.splitlines() if line.startswith("r")}
+            assert [lines[name].split()[1] for name in ("r0", "r1")] == ["alive", "alive"]
+            return lines
+
+        _until(lambda: "silent for " in look()["r2"])
+        assert " ends in " in lines["r2"]
+        _until(lambda: "r2" not in look())
+        rows = _rows("weights", "ls", place.path)
+        (left,) = _only(rows, "leftover")
+        assert left["path"].startswith(".holdfast/staging/r2-")
+        assert "r2, which is gone" in left["why"]
+        text = _run("weights", "ls", place.path)
+        assert "r2, which is gone" in text
+        assert f"holdfast weights sweep {place.path}" in text
+
+
+def test_ls_tells_who_pins_serves_and_shares(place: Place) -> None:
+    """Sizes count shared files once; what a version adds is its own."""
+    with place.consumer("r0", 1):
+        rows = _rows("weights", "ls", place.path)
+    (channel,) = _only(rows, "channel")
+    assert (channel["channel"], channel["run"], channel["head"]) == ("policy", "default", 3)
+    assert channel["ledger"] == place.url
+    assert channel["budget_bytes"] == 10 << 20
+    shard = (place.root / "policy" / "step_0" / SHARD).stat().st_size
+    versions = _only(rows, "version")
+    assert [one["version"] for one in versions] == [0, 1, 2, 3]
+    assert [one["parent"] for one in versions] == [None, 0, 1, 2]
+    assert {one["state"] for one in versions} == {"published"}
+    assert versions[0]["own_bytes"] == versions[0]["bytes"] > shard
+    assert all(0 < one["own_bytes"] < shard for one in versions[1:])
+    inodes = {
+        path.stat().st_ino: path.stat().st_size
+        for path in (place.root / "policy").glob("step_*/*")
+    }
+    assert channel["used_bytes"] == sum(inodes.values()), "what is staged is a link"
+    assert [one["pinned_by"] for one in versions] == [[], ["r0"], [], []]
+    assert [one["served_by"] for one in versions] == [[], ["r0"], [], []]
+    (consumer,) = _only(rows, "consumer")
+    assert (consumer["pins"], consumer["acknowledged"], consumer["floor"]) == ([1], 1, 3)
+    assert consumer["holds"] == [1]
+    assert 20 < consumer["lease_left_s"] <= 30
+
+
+def test_ls_tells_states_apart(place: Place) -> None:
+    """Damaged, missing, left over, not ours, being written: each is called by its name."""
+    folder = place.root / "policy"
+    shutil.rmtree(folder / "step_1")
+    with (folder / "step_2" / "config.json").open("ab") as file:
+        file.write(b"more")
+    _run("weights", "verify", place.path, "2", "--mark", code=6)
+    place.publish(8)
+    shutil.copytree(folder / "step_3", folder / "step_6")
+    (folder / "step_5").mkdir()
+    shutil.copytree(folder / "step_8", folder / "step_9")
+    (folder / ".holdfast/drafts/e9-10-aa").mkdir()
+    (folder / ".holdfast/drafts/e1-4-bb").mkdir()
+    (folder / ".holdfast/trash/1-cc").mkdir()
+    rows = _rows("weights", "ls", place.path)
+    assert {one["version"]: one["state"] for one in _only(rows, "version")} == {
+        0: "published",
+        1: "missing",
+        2: "damaged",
+        3: "published",
+        5: "foreign",
+        6: "leftover",
+        8: "published",
+        9: "being written",
+        10: "being written",
+    }
+    assert [one["path"] for one in _only(rows, "leftover")] == [
+        ".holdfast/drafts/e1-4-bb",
+        ".holdfast/trash/1-cc",
+    ]
+    assert "config.json: it has 15 bytes instead of 11" in _run("weights", "ls", place.path)
+
+
+# ---- show --------------------------------------------------------------------------
+
+
+def test_show(place: Place) -> None:
+    """What a version consists of and shares; of a deleted one, what is still known."""
+    text = _run("weights", "show", place.path, "2", "--tensors")
+    assert "parent 1" in text
+    assert "kind       model" in text
+    (line,) = [line for line in text.splitlines() if line.startswith(SHARD)]
+    assert line.endswith("0, 1, 3")
+    (line,) = [line for line in text.splitlines() if line.startswith("beta")]
+    assert line.split()[1:3] == ["F32", "3x4"]
+    assert "2 tensors" in text
+    (row,) = _rows("weights", "show", place.path, "2")
+    assert {one["name"]: one["shared_with"] for one in row["files"]} == {
+        SHARD: [0, 1, 3],
+        "config.json": [],
+    }
+    assert "tensors" not in row
+    (row,) = _rows("weights", "show", place.path, "2", "--tensors")
+    assert [one["name"] for one in row["tensors"]] == ["alpha", "beta"]
+    _run("weights", "sweep", place.path, "--keep-last", "1")
+    assert "deleted since; its number is never used again" in _run(
+        "weights", "show", place.path, "2"
+    )
+    (row,) = _rows("weights", "show", place.path, "2")
+    assert (row["type"], row["version"]) == ("swept", 2)
+    assert "the newest is 3" in _run("weights", "show", place.path, "7", code=4)
+    assert "a version is a number" in _run("weights", "show", place.path, "--", "-1", code=2)
+    (place.root / "policy" / "step_3" / "holdfast.json").write_text("{")
+    assert "is not a manifest" in _run("weights", "show", place.path, "3")
+
+
+# ---- verify ------------------------------------------------------------------------
+
+
+def test_verify_ends_with_6_and_marks_when_told(place: Place) -> None:
+    """Sound: 0. A flipped byte in a shared file: 6, told for each version, and then a pin says
+    Corrupt."""
+    assert "4 versions verified" in _run("weights", "verify", place.path)
+    place.publish(4)
+    with (place.root / "policy" / "step_0" / SHARD).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    rows = _rows("weights", "verify", place.path, code=6)
+    assert [(one["version"], one["file"]) for one in _only(rows, "finding")] == [
+        (number, SHARD) for number in range(5)
+    ]
+    assert _only(rows, "verified")[0]["damaged"] == [0, 1, 2, 3, 4]
+    text = _run("weights", "verify", place.path, "1", code=6)
+    assert text.startswith(f"DAMAGED  step_1/{SHARD}: tensor beta differs\n")
+    text = _run("weights", "verify", place.path, "4", "3", "--mark", code=6)
+    assert "marked: 3, 4" in text
+
+    async def look() -> None:
+        async with (
+            ledger.open(place.url) as led,
+            Subscriber(place.root, led, "policy", "r0") as subscriber,
+        ):
+            newest = await subscriber.latest()
+            assert newest is not None
+            assert newest.version == 2
+            with pytest.raises(Corrupt, match="tensor beta differs"):
+                async with subscriber.pin(4):
+                    pass
+
+    asyncio.run(look())
+    assert "version 77 was not published" in _run("weights", "verify", place.path, "77", code=4)
+
+
+# ---- sweep -------------------------------------------------------------------------
+
+
+def test_sweep_tells_first_and_does_then(place: Place) -> None:
+    """A dry run changes nothing and tells exactly what the real one does; held ones stay."""
+    folder = place.root / "policy"
+    (folder / ".holdfast/staging/r9-77").mkdir()
+    with place.consumer("r0", 1):
+        told = _rows("weights", "sweep", place.path, "--keep-last", "1", "--dry-run")[0]
+        assert sorted(one.name for one in folder.glob("step_*")) == [f"step_{n}" for n in range(4)]
+        assert (folder / ".holdfast/staging/r9-77").exists()
+        text = _run("weights", "sweep", place.path, "--keep-last", "1", "--dry-run")
+        assert "would delete version 0" in text
+        assert "would remove .holdfast/staging/r9-77" in text
+        assert "r0 holds 1" in text
+        done = _rows("weights", "sweep", place.path, "--keep-last", "1")[0]
+    assert (told.pop("dry_run"), done.pop("dry_run")) == (True, False)
+    assert told == done
+    assert done["deleted"] == [0, 2]
+    assert [one["consumer"] for one in done["holds"]] == ["r0"]
+    assert sorted(one.name for one in folder.glob("step_*")) == ["step_1", "step_3"]
+    assert not (folder / ".holdfast/staging/r9-77").exists()
+
+
+def test_sweep_keeps_what_the_publisher_keeps(place: Place) -> None:
+    """Options replace one thing each; nothing is guessed when nothing is known."""
+    assert "nothing to delete" in _run("weights", "sweep", place.path)
+    row = _rows("weights", "sweep", place.path, "--keep-every", "2", "--dry-run")[0]
+    assert (row["retention"]["keep_last"], row["retention"]["keep_every"]) == (9, 2)
+    row = _rows("weights", "sweep", place.path, "--max-bytes", "1K", "--dry-run")[0]
+    assert row["deleted"] == [0, 1, 2]
+    assert row["missing_bytes"] > 0, "the newest is larger than that"
+    assert "is not a number of bytes" in _run(
+        "weights", "sweep", place.path, "--max-bytes", "much", code=2
+    )
+    (place.root / "policy/.holdfast/channel.json").unlink()
+    lost = ("weights", "sweep", place.path, "--ledger", place.url)
+    assert "give --keep-last" in _run(*lost, code=2)
+    assert "give --keep-last" in _run(*lost, "--max-bytes", "1K", code=2)
+    assert "deleted version 0" in _run(*lost, "--keep-last", "3")
+
+
+def test_sweep_refuses_a_book_that_is_not_this_folders(place: Place, tmp_path: Path) -> None:
+    """With the wrong ledger or run everything looks like nobody's: nothing may go."""
+    staged = place.root / "policy/.holdfast/staging/r0-1"
+    staged.mkdir()
+    other = f"sqlite:///{tmp_path}/other.db"
+    with ledger.open_sync(other):
+        pass
+    assert "knows nothing of the channel" in _run(
+        "weights", "sweep", place.path, "--ledger", other, code=2
+    )
+    assert "belongs to the run default" in _run(
+        "weights", "sweep", place.path, "--run", "x", code=2
+    )
+    copy = tmp_path / "copy" / "policy"
+    shutil.copytree(place.root / "policy", copy)
+    for words in (("sweep", str(copy)), ("verify", str(copy), "--mark")):
+        assert f"is a copy of {place.path}" in _run("weights", *words, code=2)
+    assert "versions verified" in _run("weights", "verify", str(copy))
+    assert staged.exists()
+    assert len(list((place.root / "policy").glob("step_*"))) == 4
+    assert "change --ledger" in _run("weights", "sweep", place.path, "--ledger", "none", code=2)
+
+
+# ---- watch -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watching(place: Place) -> Iterator[tuple[procs.Child, Callable[[], str]]]:
+    """A shell that watches."""
+    log = place.root / "watch.log"
+    with procs.spawn([*HOLDFAST, "weights", "watch", place.path, "--json"], log=log) as child:
+        child.wait_until(lambda: "watching" in log.read_text())
+        yield child, log.read_text
+
+
+def test_watch_follows_other_processes(
+    place: Place, watching: tuple[procs.Child, Callable[[], str]]
+) -> None:
+    """Published by one, pinned and acknowledged by another that leaves, by a third that dies;
+    Ctrl-C ends it without a word."""
+    child, read = watching
+
+    def seen() -> list[tuple[str, int | None, str]]:
+        lines = [json.loads(line) for line in read().splitlines() if line.startswith("{")]
+        return [(one["what"], one["version"], one["consumer"]) for one in lines]
+
+    subprocess.run([*WORKER, "publish", str(place.root), place.url, "7"], check=True)
+    child.wait_until(lambda: ("published", 7, "") in seen())
+    with place.consumer("r0", 7) as leaving, place.consumer("r1", 7, lease_s=3) as dying:
+        child.wait_until(lambda: ("acknowledged", 7, "r1") in seen())
+        assert leaving.process.stdin is not None
+        leaving.process.stdin.write(b"leave\n")
+        leaving.process.stdin.flush()
+        assert leaving.wait(20) == 0
+        dying.kill_group()
+        child.wait_until(lambda: ("lease ended", None, "r1") in seen())
+    _run("weights", "sweep", place.path, "--keep-last", "1")
+    child.wait_until(lambda: ("swept", 0, "") in seen())
+    found = seen()
+    for name in ("r0", "r1"):
+        own = [one for one in found if one[2] == name]
+        assert own[:3] == [("joined", None, name), ("pinned", 7, name), ("acknowledged", 7, name)]
+    assert [one for one in found if one[2] == "r0"][3:] == [
+        ("unpinned", 7, "r0"),
+        ("left", None, "r0"),
+    ]
+    assert [one for one in found if one[2] == "r1"][3:] == [
+        ("silent", None, "r1"),
+        ("lease ended", None, "r1"),
+    ]
+    assert ("opened", None, "") in found
+    child.signal(signal.SIGINT)
+    assert child.wait(20) == 130
+    assert "Traceback" not in read()
+    assert not read().splitlines()[-1].startswith("holdfast:")
+
+
+def test_watch_for_people_stops_after_a_count(place: Place) -> None:
+    log = place.root / "watch.log"
+    words = ["weights", "watch", place.path, "--count", "2"]
+    with procs.spawn([*HOLDFAST, *words], log=log) as child:
+        child.wait_until(lambda: "watching" in log.read_text())
+        place.publish(5)
+        assert child.wait(20) == 0
+    heading, opened, published = log.read_text().splitlines()
+    assert heading == f"watching {place.path} ({place.url})"
+    assert opened.split()[1:] == ["opened", "(by", "publisher,", "epoch", "2)"]
+    assert published.split()[1:4] == ["published", "version", "5"]
+
+
+def test_nothing_happens_between_equal_states() -> None:
+    assert happened({}, {}) == []
+
+
+# ---- marker files ------------------------------------------------------------------
+
+
+def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
+    """The same commands work on marker files, which is what the folder says of itself."""
+
+    async def fill() -> None:
+        async with Publisher(tmp_path, None, "policy", Retention(keep_last=9)) as publisher:
+            for number in range(3):
+                await publisher.publish(number, {"a": np.full(9, number)})
+
+    asyncio.run(fill())
+    path = str(tmp_path / "policy")
+    rows = _rows("weights", "ls", path)
+    assert [one["version"] for one in _only(rows, "version")] == [0, 1, 2]
+    assert rows[0]["ledger"] is None
+    assert "marker files" in _run("weights", "ls", path)
+    foreign = tmp_path / "policy" / "step_9"
+    foreign.mkdir()
+    shutil.copy(tmp_path / "policy" / "step_2" / SHARD, foreign / SHARD)
+    (foreign / "STABLE").touch()
+    assert "only its structure was checked" in _run("weights", "verify", path)
+    assert "no manifest" in _run("weights", "show", path, "9")
+    log = tmp_path / "watch.log"
+    with procs.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
+        child.wait_until(lambda: "watching" in log.read_text())
+        assert "deleted version 0" in _run("weights", "sweep", path, "--keep-last", "3")
+        assert child.wait(20) == 0
+    assert "swept" in log.read_text()
+    other = f"sqlite:///{tmp_path}/x.db"
+    assert "is kept with marker files" in _run("weights", "ls", path, "--ledger", other, code=2)
+    (foreign / SHARD).write_bytes(b"short")
+    assert "DAMAGED" in _run("weights", "verify", path, "9", code=6)
+
+
+# ---- where is the channel? -----------------------------------------------------------
+
+
+def test_a_bad_path_says_what_to_type(place: Place, tmp_path: Path) -> None:
+    root, channel = str(place.root), place.path
+    assert "is not there: check the path" in _run("weights", "ls", f"{root}/polcy", code=4)
+    assert "a file, not a folder" in _run("weights", "ls", f"{root}/ledger.db", code=4)
+    for inside in ("step_2", ".holdfast", ".holdfast/drafts"):
+        text = _run("weights", "ls", f"{channel}/{inside}", code=2)
+        assert f"name the channel, {channel}" in text
+    assert f"channels are in it: name {channel}" in _run("weights", "ls", root, code=2)
+    (tmp_path / "empty").mkdir()
+    assert "is not a channel" in _run("weights", "ls", f"{root}/empty", code=2)
+    shutil.copytree(channel, f"{root}/renamed")
+    assert "give it its name back" in _run("weights", "ls", f"{root}/renamed", code=2)
+
+
+def test_paths_may_be_written_in_many_ways(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, path in ((place.root, "policy/"), (place.path, "."), (place.path, "step_0/..")):
+        monkeypatch.chdir(folder)
+        assert "4 versions" in _run("weights", "ls", path)
+
+
+def test_the_ledger_is_found_or_asked_for(place: Place, tmp_path: Path) -> None:
+    about = place.root / "policy/.holdfast/channel.json"
+    said = json.loads(about.read_text())
+
+    def say(url: str | None) -> None:
+        about.write_text(json.dumps({**said, "ledger": url}))
+
+    say("")
+    assert "give --ledger URL" in _run("weights", "ls", place.path, code=2)
+    assert "4 versions" in _run("weights", "ls", place.path, "--ledger", place.url)
+    say("memory:x")
+    assert "inside one process" in _run("weights", "ls", place.path, code=2)
+    say("etcd://someone@127.0.0.1:1")
+    assert "needs a password" in _run("weights", "ls", place.path, code=2)
+    say(f"sqlite:///{tmp_path}/gone.db")
+    assert "there is no ledger at" in _run("weights", "ls", place.path, code=4)
+    assert not (tmp_path / "gone.db").exists(), "looking does not create"
+    about.write_text("{")
+    assert "cannot be read" in _run("weights", "ls", place.path, code=6)
+    place.publish()
+    assert json.loads(about.read_text()) == said, "the next publisher writes it anew"
+
+
+def test_what_a_folder_says_of_itself(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ledger, run and retention; written again only when that changes."""
+    about = place.root / "policy/.holdfast/channel.json"
+    assert json.loads(about.read_text()) == {
+        "schema": 1,
+        "run": "default",
+        "channel": "policy",
+        "folder": place.path,
+        "ledger": place.url,
+        "retention": KEEP.model_dump(mode="json"),
+    }
+    inode = about.stat().st_ino
+    place.publish()
+    assert about.stat().st_ino == inode
+    place.publish(retention=Retention(keep_last=4))
+    assert json.loads(about.read_text())["retention"]["keep_last"] == 4
+    monkeypatch.chdir(place.root)
+    for given, lasting in (
+        ("sqlite:///a%20b.db?sync=full", f"sqlite:///{place.root}/a%20b.db?sync=full"),
+        ("sqlite:////x:y@z/l.db", "sqlite:////x%3Ay%40z/l.db"),
+        ("etcd://me:secret@h:1,k:2?timeout=3", "etcd://me@h:1,k:2?timeout=3"),
+        ("memory:x", "memory:x"),
+    ):
+        assert ledger.open(given).url == lasting
+
+
+# ---- packages, numbers ---------------------------------------------------------------
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from holdfast.cli import main
+blocked, sys.argv = sys.argv[1], ["holdfast", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("package", ["numpy", "xxhash"])
+def test_a_missing_package_is_named(package: str) -> None:
+    """One line that says what to install; everything else goes on working."""
+    for words, code in ((["weights", "ls", "x"], 2), (["--help"], 0), (["faults"], 0)):
+        blocker = BLOCKER.replace("sys.argv[1]:", f"{package!r}:")
+        result = subprocess.run(
+            [sys.executable, "-c", blocker, package, *words], capture_output=True, text=True
+        )
+        assert result.returncode == code, result.stderr
+        if code:
+            assert result.stderr.startswith(f"holdfast: {package} is not installed")
+            assert "holdfast[weights]" in result.stderr
+            assert len(result.stderr.splitlines()) == 1
+
+
+def test_sizes() -> None:
+    for text, count in (
+        ("0", 0),
+        ("512", 512),
+        ("10G", 10 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("3k", 3 << 10),
+    ):
+        assert parse_bytes(text) == count
+    assert [size(count) for count in (0, 1023, 1024, 1 << 20, (1 << 30) - 1, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.0 MiB",
+        "1.0 GiB",
+        "5.0 TiB",
+    ]
+    assert table(("A", "B", "C"), [("1", "", "x"), ("22", "", "")], "r") == [
+        " A  C",
+        " 1  x",
+        "22  -",
+    ]

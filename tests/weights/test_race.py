@@ -1,0 +1,251 @@
+"""The race that this part exists for, with real processes.
+
+A trainer that deletes old weights by arithmetic takes them away from an inference server
+that is slow to load them: FileNotFoundError, and the run is over. Here trainer and loaders
+go on at speeds of their own, some are stopped, some are killed, and nobody ever misses a
+file, reads a mixture, or fills the disk.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from weights.children import model
+from weights.family import House, Kid, house, start
+
+LEASE_S = 1.5
+
+
+class Plan(NamedTuple):
+    """One loader: how long it takes to load, in steps of the trainer, and what it wants.
+
+    `way` is how it reads: through the `pin`, or by paths, of the `stage` folder or of the
+    version's `own` folder.
+    """
+
+    factor: float
+    needs: str
+    way: str
+
+
+class Sampler(threading.Thread):
+    """Measures the channel's folder from outside, again and again: each inode once.
+
+    Files move while they are listed, so only what two listings in a row agree on counts.
+    """
+
+    def __init__(self, base: Path) -> None:
+        super().__init__()
+        self._base = base
+        self._over = threading.Event()
+        self.most_bytes = 0
+        self.samples = 0
+
+    def run(self) -> None:
+        """Measure until told to stop."""
+        before: dict[int, int] = {}
+        while not self._over.wait(0.003):
+            now = self._list()
+            if now == before:
+                self.most_bytes = max(self.most_bytes, sum(now.values()))
+                self.samples += 1
+            before = now
+
+    def _list(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for folder, _, files in os.walk(self._base):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(f"{folder}/{name}")
+                    found[status.st_ino] = status.st_size
+        return found
+
+    def __enter__(self) -> "Sampler":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+
+class Race:
+    """A trainer and its loaders."""
+
+    def __init__(self, home: House, steps: int, step_s: float) -> None:
+        self.home, self.steps, self.step_s = home, steps, step_s
+        self._stack = contextlib.ExitStack()
+        self.loaders: dict[str, Kid] = {}
+
+    def loader(self, name: str, plan: Plan) -> Kid:
+        """Start one more loader."""
+        self.loaders[name] = kid = self._stack.enter_context(
+            start(
+                "loader",
+                name=name,
+                needs=plan.needs,
+                lease_s=LEASE_S,
+                load_s=plan.factor * self.step_s,
+                way=plan.way,
+                last=self.steps,
+                **self.home.where(),
+            )
+        )
+        return kid
+
+    def trainer(self, **retention: Any) -> Kid:
+        """Start the trainer."""
+        return self._stack.enter_context(
+            start(
+                "trainer",
+                steps=self.steps,
+                step_s=self.step_s,
+                retention={"keep_last": 1, **retention},
+                **self.home.where(),
+            )
+        )
+
+    async def go(self, trainer: Kid) -> None:
+        """Let everybody begin at once."""
+        for kid in (*self.loaders.values(), trainer):
+            await kid.ahear("ready")
+        for kid in (*self.loaders.values(), trainer):
+            kid.tell("go")
+
+    async def published(self, trainer: Kid, limit_s: float) -> list[float]:
+        """Wait for all versions; returns how long each publish took."""
+        found = []
+        for number in range(1, self.steps + 1):
+            message = await trainer.ahear("published", limit_s)
+            assert message["number"] == number
+            found.append(message["seconds"])
+        return found
+
+    def __enter__(self) -> "Race":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+async def _budget(folder: Path, versions: int) -> int:
+    """A little less than what so many versions take: a budget that is kept to the byte."""
+    folder.mkdir()
+    async with house(folder) as home, home.publisher() as publisher:
+        for number in (1, 2):
+            await publisher.publish(number, model(number))
+        return versions * sum(map(len, home.bytes_of(2).values())) - 50
+
+
+async def _stop_for_long(sleeper: Kid, go_on: asyncio.Event) -> None:
+    """Stop a loader in the middle of a load, for much longer than its lease."""
+    await sleeper.ahear("loading", 30)
+    sleeper.child.signal(signal.SIGSTOP)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(go_on.wait(), 3 * LEASE_S)
+    sleeper.child.signal(signal.SIGCONT)
+
+
+def _check_loader(report: dict[str, Any], plan: Plan, steps: int, *, slept: bool) -> None:
+    """It loaded what it asked for, in order, and nobody took anything from it."""
+    loaded = report["loaded"]
+    assert loaded == sorted(set(loaded)), report
+    assert loaded[-1] == steps
+    if not slept:
+        assert report["lost"] == 0, report
+        if plan.needs == "every":
+            assert loaded == list(range(loaded[0], steps + 1)), report
+
+
+async def _race(
+    folder: Path, plans: dict[str, Plan], sleepers: dict[str, Plan], steps: int, step_s: float
+) -> None:
+    budget = await _budget(folder / "size", 5)
+    async with house(folder) as home:
+        with Race(home, steps, step_s) as race, Sampler(home.base) as sampler:
+            for name, plan in {**plans, **sleepers}.items():
+                race.loader(name, plan)
+            victim = race.loader("victim", Plan(2, "every", "own"))
+            trainer = race.trainer(max_bytes=budget)
+            await race.go(trainer)
+            trained = asyncio.Event()
+            asleep = [
+                asyncio.create_task(_stop_for_long(race.loaders[name], trained))
+                for name in sleepers
+            ]
+            await victim.ahear("loading", 30)
+            victim.child.signal(signal.SIGKILL)
+            slowest = max(plan.factor for plan in plans.values()) * step_s
+            seconds = await race.published(trainer, LEASE_S + slowest + 10)
+            await asyncio.gather(*asleep)
+            for name, plan in {**plans, **sleepers}.items():
+                report = await race.loaders[name].ahear("report", 60)
+                print(report)
+                _check_loader(report, plan, steps, slept=name in sleepers)
+        print(f"most {sampler.most_bytes} of {budget} bytes in {sampler.samples} samples")
+        print(f"longest publish {max(seconds):.2f} s")
+        assert sampler.samples > 50
+        assert sampler.most_bytes <= budget
+        assert max(seconds) < LEASE_S + slowest + 3, "somebody dead or asleep held it up"
+        async with home.publisher(keep_last=1):
+            assert home.folders() == await home.committed() == [steps]
+            assert home.leftovers() == []
+        assert await home.read() == (steps, 0)
+
+
+@pytest.mark.timeout(60)
+async def test_trainer_never_deletes_what_a_slow_loader_reads(tmp_path: Path) -> None:
+    """Loaders slower than the trainer: no missing file, no mixture, no full disk, no stall.
+
+    One loader is killed and one stopped for longer than its lease, both inside a load. The
+    trainer waits for slow loaders that want every version, because the budget is small, but
+    never for a dead one longer than its lease.
+    """
+    plans = {
+        "half": Plan(0.5, "every", "pin"),
+        "double": Plan(2, "every", "stage"),
+        "five": Plan(5, "latest", "own"),
+    }
+    sleepers = {"sleeper": Plan(1, "every", "own")}
+    await _race(tmp_path, plans, sleepers, steps=12, step_s=0.15)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("way", ["pin", "stage", "own"])
+async def test_trainer_never_deletes_what_a_slow_loader_reads_for_long(
+    tmp_path: Path, way: str
+) -> None:
+    """The same with every speed, both wishes, and a sleeper of each kind."""
+    plans = {
+        f"{needs}-{factor}": Plan(factor, needs, way)
+        for needs in ("every", "latest")
+        for factor in (0.5, 1, 2, 5)
+    }
+    sleepers = {f"sleeper-{needs}": Plan(1, needs, way) for needs in ("every", "latest")}
+    await _race(tmp_path, plans, sleepers, steps=40, step_s=0.2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60)
+async def test_the_race_is_lost_by_arithmetic(tmp_path: Path) -> None:
+    """A trainer that deletes what is two steps old breaks the same loader: the test can fail."""
+    with (
+        start("naive_trainer", root=str(tmp_path), steps=40, step_s=0.1, folder=tmp_path) as one,
+        start("naive_loader", root=str(tmp_path), load_s=0.5, last=40, folder=tmp_path) as two,
+    ):
+        for kid in (one, two):
+            await kid.ahear("ready")
+        began = time.monotonic()
+        for kid in (one, two):
+            kid.tell("go")
+        report = await two.ahear("report", 30)
+        assert report["error"] == "FileNotFoundError", report
+        print(f"lost after {time.monotonic() - began:.1f} s: {report['text']}")
