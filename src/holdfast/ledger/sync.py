@@ -8,14 +8,13 @@ that thread and waits for the answer. May be used from several threads at once.
 """
 
 import asyncio
-import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
-from holdfast.errors import Mistake
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Range, Txn
 from holdfast.ledger.url import open as open_async
+from holdfast.loopthread import LoopThread
 
 __all__ = ["SyncLedger", "SyncWatch", "open_sync"]
 
@@ -32,48 +31,27 @@ class SyncLedger:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="holdfast-ledger-loop", daemon=True
-        )
-        self._thread.start()
+        self._thread = LoopThread("holdfast-ledger-loop")
         try:
             self.run(ledger.start())
         except BaseException:
-            self._stop()
+            self._thread.stop()
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the ledger's own event loop, and wait for it."""
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
-            work.close()
-            raise Mistake(
-                "this ledger object is closed: open another one"
-                if self._loop.is_closed()
-                else "a call that waits cannot be made from the ledger's own event loop"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # interrupted: nobody takes the answer any more
-            raise
+        return self._thread.run(work)
 
     @property
     def closed(self) -> bool:
         """Whether `close` has been called."""
-        return self._loop.is_closed()
+        return self._thread.stopped
 
     def close(self) -> None:
         """See `Ledger.close`. Closing twice does no harm."""
-        if not self._loop.is_closed():
+        if not self._thread.stopped:
             self.run(self._ledger.close())
-            self._stop()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._thread.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -104,11 +104,17 @@ def describe(fault: Fault) -> str:
 class Swarm:
     """Decides, for one seed, which step carries which fault."""
 
-    def __init__(self, seed: int, possible: Sequence[tuple[str, str]] = PAIRS) -> None:
+    def __init__(
+        self, seed: int, possible: Sequence[tuple[str, str]] = PAIRS, steps: int = 300
+    ) -> None:
         self._random = random.Random(f"faults {seed}")
         self._rate = self._random.choice((0.005, 0.015, 0.03, 0.06))
         self._wanted, self._wanted_at = possible[seed % len(possible)]
-        self._insist = 2
+        self._insist = [0.5, 0.5]
+        if steps > 300:
+            # Some long schedules have few faults, and one that is insisted on comes late.
+            self._rate = self._random.choice((0.002, 0.01, 0.03, 0.06))
+            self._insist[0] = self._random.choice((0.5, 0.05, 0.01))
         kinds = dict.fromkeys(kind for kind, _ in possible)
         on = [kind for kind in kinds if self._random.random() < 0.6]
         self._at: dict[str, list[str]] = {step: [] for step in EVERYWHERE}
@@ -119,8 +125,8 @@ class Swarm:
     def draw(self, node: str, step: int, kind: str) -> Fault | None:
         """The fault of this step, if it has one."""
         luck = self._random
-        if kind == self._wanted_at and self._insist and luck.random() < 0.5:
-            self._insist -= 1
+        if kind == self._wanted_at and self._insist and luck.random() < self._insist[-1]:
+            self._insist.pop()
             return self._make(node, step, self._wanted)
         rate = 0.3 if kind == "start" else self._rate
         if luck.random() >= rate:

@@ -89,10 +89,10 @@ def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failu
         return None if violation is None else Failure(failure.seed, str(violation), world.fired)
 
     def fewer(current: Failure) -> Failure | None:
-        """A failure without one of these faults: the same kind of failure, if there is one."""
+        """A failure without some of these faults: the same kind of failure, if there is one."""
         other_kind = None
-        for fault in current.faults:
-            found = replay([other for other in current.faults if other is not fault])
+        for part in _parts(current.faults):
+            found = replay([other for other in current.faults if other not in part])
             if found is None:
                 continue
             if _kind(found.violation) == _kind(current.violation):
@@ -108,6 +108,17 @@ def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failu
     violation = world.play()
     assert violation is not None, "a schedule must replay exactly"
     return Failure(failure.seed, str(violation), world.fired, world.story)
+
+
+def _parts(faults: list[Fault]) -> Iterator[list[Fault]]:
+    """What to leave out: halves, quarters and so on, then each fault by itself."""
+    length = len(faults) // 2
+    while length > 1:
+        for begin in range(0, len(faults), length):
+            yield faults[begin : begin + length]
+        length //= 2
+    for fault in faults:
+        yield [fault]
 
 
 def _kind(violation: str) -> str:

@@ -119,7 +119,7 @@ class World:
         self.story: list[tuple[float, str, str]] = []
         self._steps_max = protocol.steps if steps is None else steps
         self._steps = 0
-        self._swarm = Swarm(seed, possible) if faults is None else None
+        self._swarm = Swarm(seed, possible, self._steps_max) if faults is None else None
         self._planned = {(fault.node, fault.step): fault for fault in faults or ()}
         self._node_steps: dict[str, int] = {}
         self._lives: dict[str, int] = {}

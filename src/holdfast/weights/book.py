@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.ledger import Entry
 from holdfast.weights.policy import Acknowledgement, Pin
-from holdfast.weights.records import Consumer, Swept, Target, Version
+from holdfast.weights.records import Consumer, Swept, Target, Told, Version
 
 __all__ = ["Book", "Member", "Seat", "View"]
 
@@ -101,16 +101,7 @@ class Seat(abc.ABC):
         """Give up one pin."""
 
     @abc.abstractmethod
-    async def report(
-        self,
-        *,
-        staged: int | None,
-        acknowledged: int | None,
-        content: str,
-        problem: str,
-        failed: int | None = None,
-        held: int = 0,
-    ) -> None:
+    async def report(self, told: Told) -> None:
         """Tell what is loaded aside, what is served, what went wrong, what it is held for."""
 
 

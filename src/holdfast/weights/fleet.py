@@ -28,7 +28,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.ledger import Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
+from holdfast.ledger import Entry, Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
 from holdfast.ledger.records import decode, put
 from holdfast.weights.fleet_plan import begin, offered
 from holdfast.weights.follower import Follower
@@ -37,7 +37,8 @@ from holdfast.weights.records import Consumer, Keys, Target
 
 __all__ = ["Fleet", "FleetPolicy", "Update"]
 
-ATTEMPTS = 40
+PATIENCE = 6
+"""How often a new round looks, some 3 s in all, whether old failures were taken back."""
 
 
 class FleetPolicy(BaseModel):
@@ -69,6 +70,8 @@ class Update(msgspec.Struct, frozen=True):
 class Fleet:
     """The owner of a fleet's target. There may be several; rounds are compared, never mixed."""
 
+    follower_kind: type[Follower] = Follower
+
     def __init__(
         self,
         ledger: Ledger,
@@ -82,7 +85,7 @@ class Fleet:
         self._policy = policy or FleetPolicy()
         check_name("channel", channel)
         self._keys = Keys(check_name("run", run), channel)
-        self._follower = Follower(self._runtime, self._keys)
+        self._follower = self.follower_kind(self._runtime, self._keys)
         self._following: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -92,6 +95,7 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         if self._following is not None:
             self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
 
     async def addresses(self, version: int | None = None) -> list[str]:
         """Whom callers may ask now; with a version, who serves just that.
@@ -99,7 +103,8 @@ class Fleet:
         Read from the ledger itself, so a replica that was taken out is never offered.
         """
         target, members = await self._look()
-        return [member.address for member in offered(target, members, version)]
+        found = [member.address for member in offered(target, members, version)]
+        return list(dict.fromkeys(found))  # one that was started again may be there twice
 
     async def _look(self) -> tuple[Target, list[Consumer]]:
         entries = (await self._runtime.ledger.range(self._keys.live)).entries
@@ -124,57 +129,87 @@ class Fleet:
             if attempt:
                 await self._runtime.sleep(min(30.0, 2.0**attempt))
             number = await self._begin(version, rollback)
-            try:
-                return await self._finish(version, number)
-            except Unavailable as error:
-                failure = error
+            target, members = await self._finish(number)
+            if not target.problem and version in target.allowed:
+                return _outcome(version, members)
+            problem = target.problem or f"version {version} is not served"
+            failure = Unavailable(problem, version=version)
         assert failure is not None
         raise failure
 
     async def _begin(self, version: int, rollback: bool) -> int:
-        """Write the target of a new round; returns the round."""
-        ledger, key = self._runtime.ledger, self._keys.version(version)
-        tried: Target | None = None
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await self._runtime.sleep(min(1.0, 0.05 * 2**attempt))
-            try:
-                entry = await ledger.get(self._keys.target)
-                target = decode(Target, entry) if entry else Target()
-                if tried is not None and target == tried:
-                    return tried.round  # an answer was lost
-                if target.phase != "idle":
-                    await self._follower.drive()  # an unfinished round is finished first
-                    continue
-                if target.allowed and version < target.allowed[0] and not rollback:
-                    raise Mistake(
-                        f"the fleet serves version {target.allowed[0]}: going back to {version} "
-                        "needs rollback=True",
-                        version=version,
-                    )
-                there = await ledger.get(key)
-                if there is None:
-                    raise Gone(f"version {version} is not there to be served", version=version)
-                tried = msgspec.structs.replace(
-                    begin(target, version), **self._policy.model_dump()
-                )
-                txn = await ledger.txn(
-                    [
-                        unchanged(entry) if entry else absent(self._keys.target),
-                        same_life(there),
-                    ],
-                    # Touching the version's record keeps a sweep from giving it up now.
-                    [put(self._keys.target, tried, over=entry), Put(key, there.value)],
-                )
-                if txn.succeeded:
-                    return tried.round
-            except (Retriable, UnknownOutcome):
-                continue
-        raise Conflict("the fleet's target kept changing: is another owner updating it?")
+        """Write the target of a new round; returns the round.
 
-    async def _finish(self, version: int, number: int) -> Update:
+        A round that is under way is finished first, or joined when it is just what we want:
+        we may have begun it ourselves, and our answer was lost, or we were killed.
+        """
+        limit_s = self._limit_s()
+        deadline_s = self._runtime.now() + limit_s
+        attempt = 0
+        while True:
+            try:
+                entry = await self._runtime.ledger.get(self._keys.target)
+                target = decode(Target, entry) if entry else Target()
+                if target.phase != "idle":
+                    if self._is_ours(target, version):
+                        return target.round
+                    await self._follower.drive()
+                elif attempt >= PATIENCE or not await self._stale(version):
+                    begun = await self._write(entry, target, version, rollback)
+                    if begun is not None:
+                        return begun
+            except (Retriable, UnknownOutcome):
+                pass  # what became of it is seen when the target is read again
+            attempt += 1
+            if self._runtime.now() >= deadline_s:
+                raise Conflict(
+                    f"no round could be begun within {limit_s} s: the ledger is away, or another "
+                    "owner keeps updating the fleet"
+                )
+            await self._runtime.sleep(min(1.0, 0.05 * 2 ** min(attempt, 10)))
+
+    def _is_ours(self, target: Target, version: int) -> bool:
+        """Whether the round under way brings this version by our policy."""
+        coming = target.staging if target.staging is not None else target.allowed[0]
+        policy = self._policy.model_dump()
+        return coming == version and all(getattr(target, name) == policy[name] for name in policy)
+
+    async def _stale(self, version: int) -> bool:
+        """Whether a replica still reports that it failed with this version in an old round.
+
+        It takes that back when it hears of that round's end; the next round would otherwise
+        count it as a failure of its own. One that keeps trying keeps saying so.
+        """
+        target, members = await self._look()
+        return version not in target.allowed[:1] and any(
+            member.address and member.failed == version for member in members
+        )
+
+    async def _write(
+        self, entry: Entry | None, target: Target, version: int, rollback: bool
+    ) -> int | None:
+        """Write a new round over the idle target that was read; None when it has changed."""
+        ledger, key = self._runtime.ledger, self._keys.version(version)
+        if target.allowed and version < target.allowed[0] and not rollback:
+            raise Mistake(
+                f"the fleet serves version {target.allowed[0]}: going back to {version} "
+                "needs rollback=True",
+                version=version,
+            )
+        there = await ledger.get(key)
+        if there is None:
+            raise Gone(f"version {version} is not there to be served", version=version)
+        begun = msgspec.structs.replace(begin(target, version), **self._policy.model_dump())
+        txn = await ledger.txn(
+            [unchanged(entry) if entry else absent(self._keys.target), same_life(there)],
+            # Touching the version's record keeps a sweep from giving it up now.
+            [put(self._keys.target, begun, over=entry), Put(key, there.value)],
+        )
+        return begun.round if txn.succeeded else None
+
+    async def _finish(self, number: int) -> tuple[Target, list[Consumer]]:
         """Wait for the end of a round, and help it along."""
-        limit_s = self._policy.stage_s + 2 * self._policy.hold_s + 30.0
+        limit_s = self._limit_s()
         deadline_s = self._runtime.now() + limit_s
         while self._runtime.now() < deadline_s:
             seen = self._follower.count
@@ -183,15 +218,17 @@ class Fleet:
                 if target.round != number:
                     raise Fenced(f"round {number} was followed by round {target.round}")
                 if target.phase == "idle":
-                    return _outcome(version, target, members)
+                    return target, members
                 await self._follower.drive()
             await self._follower.moved(seen)
         raise TimedOut(f"round {number} of the fleet did not end within {limit_s} s")
 
+    def _limit_s(self) -> float:
+        """How long a round may take, with something to spare."""
+        return self._policy.stage_s + 2 * self._policy.hold_s + 30.0
 
-def _outcome(version: int, target: Target, members: list[Consumer]) -> Update:
-    if target.problem or version not in target.allowed:
-        raise Unavailable(target.problem or f"version {version} is not served", version=version)
+
+def _outcome(version: int, members: list[Consumer]) -> Update:
     replicas = [member for member in members if member.address]
     serving = tuple(one.name for one in replicas if one.acknowledged == version)
     behind = tuple(one.name for one in replicas if one.acknowledged != version)

@@ -17,6 +17,8 @@ LOOK_S = 2.0
 class Follower:
     """What the ledger says of a fleet, kept up to date by `run`."""
 
+    plan = staticmethod(advance)
+
     def __init__(self, runtime: Runtime, keys: Keys) -> None:
         self._runtime = runtime
         self._keys = keys
@@ -51,7 +53,6 @@ class Follower:
     def forget(self) -> None:
         """Know nothing any more, until `run` has looked again."""
         self._entry, self.target, self.members = None, Target(), ()
-        self.count = 0
 
     async def read(self) -> Target:
         """The target as it is now."""
@@ -71,7 +72,7 @@ class Follower:
         if self.count == 0:
             return
         entry = self._entry
-        following = advance(self.target, self.members, self._runtime.now() - self._since_s)
+        following = self.plan(self.target, self.members, self._runtime.now() - self._since_s)
         if following is not None:
             await self._runtime.ledger.txn(
                 [unchanged(entry) if entry else absent(self._keys.target)],

@@ -25,7 +25,7 @@ from holdfast.ledger import (
 )
 from holdfast.ledger.records import decode, load, put
 from holdfast.weights.book import Seat
-from holdfast.weights.records import Consumer, Head, Keys, Mark, Version
+from holdfast.weights.records import Consumer, Head, Keys, Mark, Told, Version
 
 __all__ = ["ATTEMPTS", "LedgerSeat", "life", "pause"]
 
@@ -78,9 +78,14 @@ class LedgerSeat(Seat):
                 head = await self._runtime.ledger.get(self._keys.head)
                 floor = decode(Head, head).version if head else 0
                 record = msgspec.structs.replace(self._record, floor=floor)
+                compare, touch = await self._keep(self._record.acknowledged)
                 txn = await self._runtime.ledger.txn(
-                    [absent(self._key), unchanged(head) if head else absent(self._keys.head)],
-                    [put(self._key, record, lease=self._keeper.id), Get(self._key)],
+                    [
+                        absent(self._key),
+                        unchanged(head) if head else absent(self._keys.head),
+                        *compare,
+                    ],
+                    [*touch, put(self._key, record, lease=self._keeper.id), Get(self._key)],
                     [Get(self._key)],
                 )
             except (Retriable, UnknownOutcome) as error:
@@ -95,6 +100,20 @@ class LedgerSeat(Seat):
                 raise LeaseLost(f"the lease of {self._record.name} ended before it had joined")
             await pause(self._runtime, attempt)
         raise failure
+
+    async def _keep(self, number: int | None) -> tuple[list[Compare], list[Op]]:
+        """What keeps a version that is served without a pin, if it is still there.
+
+        Whoever lost a seat may still serve what it has in memory; if nobody has given up the
+        files, nobody does from here on.
+        """
+        if number is None or number in self._record.pins:
+            return [], []
+        key = self._keys.version(number)
+        entry = await self._runtime.ledger.get(key)
+        if entry is None:
+            return [], []
+        return [same_life(entry)], [Put(key, entry.value)]
 
     async def leave(self) -> None:
         """See `Seat.leave`."""
@@ -136,31 +155,14 @@ class LedgerSeat(Seat):
                 pins.remove(number)
                 await self._write(msgspec.structs.replace(self._record, pins=tuple(pins)))
 
-    async def report(
-        self,
-        *,
-        staged: int | None,
-        acknowledged: int | None,
-        content: str,
-        problem: str,
-        failed: int | None = None,
-        held: int = 0,
-    ) -> None:
+    async def report(self, told: Told) -> None:
         """See `Seat.report`."""
         async with self._turn:
-            floor = max(self._record.floor, acknowledged or 0)
-            await self._write(
-                msgspec.structs.replace(
-                    self._record,
-                    floor=floor,
-                    staged=staged,
-                    acknowledged=acknowledged,
-                    content=content,
-                    problem=problem[:2000],
-                    failed=failed,
-                    held=held,
-                )
-            )
+            record = told.on(self._record)
+            changed = told.acknowledged != self._record.acknowledged
+            new = told.acknowledged if changed else None
+            while not await self._write(record, *await self._keep(new)):
+                pass  # it was given up in this moment: the next look finds it gone
 
     async def _write(
         self, record: Consumer, compare: Sequence[Compare] = (), ops: Sequence[Op] = ()

@@ -35,7 +35,7 @@ from holdfast.weights.markers import (
     State,
     telling,
 )
-from holdfast.weights.records import Consumer, Version
+from holdfast.weights.records import Consumer, Told, Version
 from holdfast.weights.trouble import translate
 
 __all__ = ["MarkerSeat", "bury"]
@@ -260,28 +260,8 @@ class MarkerSeat(Seat):
                 record = msgspec.structs.replace(self._record, pins=tuple(pins))
                 await self._write(record, surely=True)
 
-    async def report(
-        self,
-        *,
-        staged: int | None,
-        acknowledged: int | None,
-        content: str,
-        problem: str,
-        failed: int | None = None,
-        held: int = 0,
-    ) -> None:
+    async def report(self, told: Told) -> None:
         """See `Seat.report`."""
         async with self._turn:
-            await self._write(
-                msgspec.structs.replace(
-                    self._record,
-                    floor=max(self._record.floor, acknowledged or 0),
-                    staged=staged,
-                    acknowledged=acknowledged,
-                    content=content,
-                    problem=problem[:2000],
-                    failed=failed,
-                    held=held,
-                )
-            )
+            await self._write(told.on(self._record))
             await self._tell_others()

@@ -14,10 +14,23 @@
 
 from typing import Literal
 
+import msgspec
+
 from holdfast.ledger import Record, join
 from holdfast.weights.policy import Needs
 
-__all__ = ["Consumer", "Head", "Keys", "Mark", "Phase", "Swept", "Target", "Version", "Writer"]
+__all__ = [
+    "Consumer",
+    "Head",
+    "Keys",
+    "Mark",
+    "Phase",
+    "Swept",
+    "Target",
+    "Told",
+    "Version",
+    "Writer",
+]
 
 
 Phase = Literal["idle", "staging", "holding", "serving"]
@@ -80,6 +93,30 @@ class Consumer(Record, frozen=True, kw_only=True):
     failed: int | None = None
     """The version that it could not load, and why."""
     problem: str = ""
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a consumer's record that it tells of its own accord."""
+
+    staged: int | None = None
+    acknowledged: int | None = None
+    content: str = ""
+    held: int = 0
+    failed: int | None = None
+    problem: str = ""
+
+    def on(self, consumer: Consumer) -> Consumer:
+        """The consumer's record with this in it. Its floor only rises."""
+        return msgspec.structs.replace(
+            consumer,
+            floor=max(consumer.floor, self.acknowledged or 0),
+            staged=self.staged,
+            acknowledged=self.acknowledged,
+            content=self.content,
+            held=self.held,
+            failed=self.failed,
+            problem=self.problem[:2000],
+        )
 
 
 class Mark(Record, frozen=True, kw_only=True):

@@ -114,11 +114,13 @@ class ModuleEngine(Engine):
 class Replica:
     """Follows the target; `admit` is the door for callers."""
 
+    follower_kind: type[Follower] = Follower
+
     def __init__(self, subscriber: Subscriber, engine: Engine) -> None:
         self._subscriber = subscriber
         self._engine = engine
         self._runtime = subscriber.channel.runtime
-        self._follower = Follower(self._runtime, subscriber.channel.keys)
+        self._follower = self.follower_kind(self._runtime, subscriber.channel.keys)
         self._tasks: list[asyncio.Task[None]] = []
         # What the engine holds, and what is loaded aside.
         self._loaded: int | None = None
@@ -172,7 +174,7 @@ class Replica:
                 await step()
             except (Retriable, UnknownOutcome, LeaseLost):
                 await self._runtime.sleep(0.2 + 0.2 * self._runtime.random.random())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- the end of a task: it is recorded
                 problem = f"{type(error).__name__}: {error}"
                 events.emit(Troubled(replica=self.name, problem=problem))
                 await self._runtime.sleep(RETRY_S)
@@ -184,13 +186,13 @@ class Replica:
     def serving(self) -> int | None:
         """The version that may be served at this moment, or None."""
         version = self._subscriber.acknowledged
-        if not self._open or version is None or version != self._loaded:
+        if not self._open or version is None or version != self._loaded or not self._counts():
             return None
-        if self._seat != self._subscriber.seat_id:
-            return None
-        if version not in servable(self._follower.target):
-            return None
-        return version if self._subscriber.believes() else None
+        return version if version in servable(self._follower.target) else None
+
+    def _counts(self) -> bool:
+        """Whether the seat that the door was opened under is ours and should still count."""
+        return self._seat == self._subscriber.seat_id and self._subscriber.believes()
 
     @contextlib.asynccontextmanager
     async def admit(self, timeout_s: float = 30.0) -> AsyncIterator[int]:
@@ -243,9 +245,9 @@ class Replica:
         target, version = self._follower.target, self._subscriber.acknowledged
         if self._open and not self._counts():
             async with self._door:
-                await self._close_door()
+                await self._close_door(lambda: False)
         if version is not None and version not in servable(target):
-            async with self._door:
+            async with self._door:  # nobody else is about to open it
                 out = await self._close_door(lambda: self._follower.target == target)
             if out and target.phase == "holding":
                 self._held = target.round
@@ -254,10 +256,6 @@ class Replica:
         if not self._open and version in servable(target) and not self._door.locked():
             async with self._door:
                 await self._open_door()
-
-    def _counts(self) -> bool:
-        """Whether the seat that the door was opened under is ours and should still count."""
-        return self._seat == self._subscriber.seat_id and self._subscriber.believes()
 
     # ---- loading -------------------------------------------------------------
 

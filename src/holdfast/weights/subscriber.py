@@ -44,7 +44,7 @@ from holdfast.weights.layout import check_name, check_version
 from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode, digest
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs
-from holdfast.weights.records import Consumer, Swept, Version
+from holdfast.weights.records import Consumer, Swept, Told, Version
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import check_files, close_files, open_files
 
@@ -333,34 +333,29 @@ class Subscriber:
         held: int = 0,
     ) -> None:
         """Tell what is loaded aside, what is served (None: as before), what went wrong."""
-        last = self._told
         content = self._loaded.get(acknowledged, "") if acknowledged is not None else ""
-        if acknowledged is None or acknowledged == last.acknowledged:
-            acknowledged, content = last.acknowledged, last.content
+        if acknowledged is None or acknowledged == self._told.acknowledged:
+            acknowledged, content = self._told.acknowledged, self._told.content
+        told = Told(
+            staged=staged,
+            acknowledged=acknowledged,
+            content=content,
+            held=held,
+            failed=failed,
+            problem=problem,
+        )
         failure: HoldfastError | None = None
         for _ in range(ATTEMPTS):
             try:
                 seat = await self._sit()
-                await seat.report(
-                    staged=staged,
-                    acknowledged=acknowledged,
-                    content=content,
-                    problem=problem,
-                    failed=failed,
-                    held=held,
-                )
+                await seat.report(told)
             except (LeaseLost, Retriable, UnknownOutcome) as error:
                 failure = error
                 await self._runtime.sleep(0.2 * (0.5 + self._runtime.random.random()))
                 continue
-            self._told = msgspec.structs.replace(
-                last,
-                acknowledged=acknowledged,
-                content=content,
-                problem=problem,
-                failed=failed,
-                held=held,
-            )
+            # What is staged is pinned, and a pin ends with its seat.
+            brought = msgspec.structs.replace(told, staged=None)
+            self._told = msgspec.structs.replace(brought.on(self._told), floor=0)
             return
         assert failure is not None
         raise failure

@@ -13,15 +13,13 @@ for its answer. `url=None` means marker files alone. A process that forks afterw
 open its own.
 """
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from holdfast.errors import Mistake
 from holdfast.ledger import open as open_ledger
+from holdfast.loopthread import LoopThread
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs, Retention
 from holdfast.weights.publisher import CarriedFiles, Publisher
@@ -86,32 +84,12 @@ def open_subscriber(
     return SyncSubscriber(loop, loop.begin(opened()))
 
 
-class _Loop:
-    """A thread that runs an event loop, and what was opened in it."""
+class _Loop(LoopThread):
+    """An event loop, and what was opened in it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="holdfast-weights-loop", daemon=True
-        )
-        self._thread.start()
+        super().__init__("holdfast-weights-loop")
         self.stack = contextlib.AsyncExitStack()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something in the loop, and wait for it."""
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
-            work.close()
-            raise Mistake(
-                "this object is closed: open another one"
-                if self._loop.is_closed()
-                else "a call that waits cannot be made from the event loop that does the work"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # interrupted: nobody takes the answer any more
-            raise
 
     def begin(self, work: Coroutine[Any, Any, T]) -> T:
         """Run what opens things; when it fails everything is closed again."""
@@ -123,14 +101,12 @@ class _Loop:
 
     def close(self) -> None:
         """Close what was opened, and end the thread. Closing twice does no harm."""
-        if self._loop.is_closed():
+        if self.stopped:
             return
         try:
             self.run(self.stack.aclose())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self.stop()
 
 
 class _Opened:

@@ -96,8 +96,9 @@ class VllmEngine(Engine):
 
     `dtype` is the one that the server runs with (a safetensors code), `tied` whether its head
     is its embedding (None: found out). `drain_s` is how long running requests may take to end
-    before they are aborted; it should be less than the fleet's `hold_s`. The server must see
-    the channel's folder under the path that we see it under.
+    before they are aborted; it should be less than the fleet's `hold_s`. `load_s` bounds a
+    load, `away_s` everything else. The server must see the channel's folder under the path
+    that we see it under.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class VllmEngine(Engine):
         dtype: str = "BF16",
         tied: bool | None = None,
         api_key: str | None = None,
-        call_s: float = 300.0,
+        load_s: float = 300.0,
         drain_s: float = 20.0,
         watch_s: float = 0.5,
         away_s: float = 5.0,
@@ -121,14 +122,16 @@ class VllmEngine(Engine):
         self.problem = ""
         self.blind: tuple[str, ...] = ()
         """The parameters that the server's checker could not see after the last load."""
-        self._server = VllmServer(url, api_key=api_key, call_s=call_s)
+        # What may take long (a load, its comparison), and what must not.
+        self._server = VllmServer(url, api_key=api_key, call_s=load_s)
+        self._quick = VllmServer(url, api_key=api_key, call_s=away_s)
         self._dtype, self._tied = dtype, tied
         self._drain_s, self._watch_s, self._away_s = drain_s, watch_s, away_s
         self._turn = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._staged: _Staged | None = None
         # What we know of the server's present life.
-        self._met = False
+        self._met = self._retired = False
         self._loaded: int | None = None
         self._open = False
         self._names: frozenset[str] | None = None
@@ -143,20 +146,24 @@ class VllmEngine(Engine):
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self._server.close()
+        await self._quick.close()
 
     # ---- beginning and end ---------------------------------------------------------
 
     async def found(self) -> None:
-        """Wait until the server answers and may be loaded. It is paused then, and holds nothing."""
-        told = self.problem
+        """Wait until the server answers and may be loaded: it is paused then.
+
+        `Unavailable` when it is no longer ours.
+        """
+        self._retired = False
         while True:
             try:
                 async with self._turn:
                     await self._meet()
             except (Retriable, UnknownOutcome) as error:
-                if str(error) != told:
-                    told = str(error)
-                    events.emit(ServerLost(url=self.url, problem=told))
+                if not self.may():
+                    raise
+                self._lose(str(error))
                 await asyncio.sleep(RETRY_S)
             else:
                 events.emit(ServerFound(url=self.url))
@@ -168,7 +175,7 @@ class VllmEngine(Engine):
         self._names = self._shapes = None
         self._require_right()
         await self._stop()
-        label = await self._server.version()
+        label = await self._quick.version()
         if label == HEALING:
             raise self._lose(
                 f"vLLM at {self.url} could not be healed after a load that failed: restart it"
@@ -177,14 +184,14 @@ class VllmEngine(Engine):
             self._names = frozenset(await self._server.checksum())
         except Corrupt:
             if label != LOADING:
-                await self._server.set_version(LOADING)
+                await self._quick.set_version(LOADING)
         self._met = True
         self.problem = ""
         self.lost.clear()
 
     async def retire(self) -> None:
         """Pause the server, if it can be done soon, and resume it no more before `found`."""
-        self._met = self._open = False
+        self._retired, self._met, self._open = True, False, False
         with contextlib.suppress(Retriable, UnknownOutcome, TimeoutError):
             async with asyncio.timeout(RETIRE_S), self._turn:
                 await self._server.pause("wait")
@@ -249,7 +256,7 @@ class VllmEngine(Engine):
                 raise Unavailable(f"vLLM at {self.url} holds nothing to serve: {self.problem}")
             self._require_right()
             await self._require_label()
-            await self._server.resume()
+            await self._quick.resume()
             await self._require_label()  # it may have been started again just before
             self._open = True
 
@@ -257,28 +264,27 @@ class VllmEngine(Engine):
 
     async def _load(self, staged: _Staged) -> None:
         """Load and compare, with notes for whoever comes after us; see the top."""
-        label = await self._server.version()
+        label = await self._quick.version()
         if label == HEALING:
             raise self._lose(f"vLLM at {self.url} could not be healed: restart it")
-        if self._loaded is not None and label not in (self._loaded, LOADING):
+        if self._loaded is not None and label != self._loaded:
             raise self._lose(f"vLLM at {self.url} was started again, or loaded by others")
-        last, self._loaded = self._loaded, None
+        await staged.pin.check()  # its folder goes with its lease, and a failed load costs a heal
+        self._require_right()
+        self._loaded = None
         note = HEALING if label == LOADING else LOADING
-        await self._server.set_version(note)
+        await self._quick.set_version(note)
         try:
-            self._require_right()
             await self._server.reload(staged.path)
             self.blind = await self._server.verify(staged.wanted)
         except (Corrupt, Mistake, UnknownOutcome) as error:
-            if note == HEALING:
-                raise self._lose(
-                    f"vLLM at {self.url} could not be healed with version "
-                    f"{staged.pin.number}: restart it ({error})"
-                ) from error
-            if last is not None:
-                error.add_note(f"vLLM at {self.url} held version {last} before")
-            raise
-        await self._server.set_version(staged.pin.number)
+            if note == LOADING:
+                raise
+            raise self._lose(
+                f"vLLM at {self.url} could not be healed with version {staged.pin.number}: "
+                f"restart it ({error})"
+            ) from error
+        await self._quick.set_version(staged.pin.number)
         self._loaded = staged.pin.number
         self._names, self._shapes = frozenset(staged.wanted), staged.shapes
 
@@ -288,28 +294,30 @@ class VllmEngine(Engine):
             async with asyncio.timeout(self._drain_s):
                 await self._server.pause("wait")
         except (TimeoutError, TimedOut):
-            await self._server.pause("abort")
+            await self._quick.pause("abort")
 
     async def _require_label(self) -> None:
-        label = await self._server.version()
+        label = await self._quick.version()
         if label != self._loaded:
             with contextlib.suppress(Retriable):
-                await self._server.pause("abort")
+                await self._quick.pause("abort")
             raise self._lose(
                 f"vLLM at {self.url} holds {_said(label)} and not version {self._loaded}: it was "
                 "started again, or loaded by others"
             )
 
     def _require_right(self) -> None:
+        if self._retired:
+            raise Unavailable(f"vLLM at {self.url} is being left")
         if not self.may():
             raise self._lose(f"we may not drive vLLM at {self.url} any more: our lease has ended")
 
     def _lose(self, problem: str) -> Unavailable:
         """Give the server up as it is; returns the error for whoever wanted something of it."""
         self._met, self._open, self._loaded = False, False, None
-        if not self.lost.is_set():
+        self.lost.set()
+        if problem != self.problem:
             self.problem = problem
-            self.lost.set()
             events.emit(ServerLost(url=self.url, problem=problem))
         return Unavailable(problem)
 
@@ -351,7 +359,7 @@ class VllmEngine(Engine):
                 async with asyncio.timeout(self._away_s), self._turn:
                     await self._look()
             except (Retriable, UnknownOutcome, TimeoutError) as error:
-                if self._met and time.monotonic() - heard_s > self._away_s:
+                if time.monotonic() - heard_s > self._away_s:
                     self._lose(f"vLLM at {self.url} does not answer: {error}")
             except Mistake as error:
                 self._lose(str(error))
@@ -359,16 +367,19 @@ class VllmEngine(Engine):
                 heard_s = time.monotonic()
 
     async def _look(self) -> None:
-        if not self.may():
-            if self._open:
-                await self._server.pause("wait")
+        opened = self._open
+        try:
             self._require_right()
+        except Unavailable:
+            if opened:
+                await self._server.pause("wait")
+            raise
         if self._loaded is not None:
             await self._require_label()
-        paused = await self._server.paused()
+        paused = await self._quick.paused()
         if paused and self._open:
             # By whoever drove it before us, and was slow to notice that it is ours now.
-            await self._server.resume()
+            await self._quick.resume()
         elif not paused and not self._open:
             await self._server.pause("wait")
 

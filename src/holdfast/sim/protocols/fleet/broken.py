@@ -1,5 +1,190 @@
 """Broken on purpose: one rule is left out in each, and the simulator must catch every one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-BROKEN: dict[str, Callable[[], object]] = {}
+import msgspec
+
+from holdfast.errors import Gone
+from holdfast.ledger import Entry, absent, unchanged
+from holdfast.ledger.records import put
+from holdfast.sim.protocol import Protocol
+from holdfast.sim.protocols.fleet.sound import FleetProtocol
+from holdfast.weights.fleet import Fleet
+from holdfast.weights.fleet_plan import advance, begin, servable
+from holdfast.weights.follower import Follower
+from holdfast.weights.records import Consumer, Target
+from holdfast.weights.replica import Replica
+
+__all__ = ["BROKEN"]
+
+
+def _skip_hold(target: Target, members: Iterable[Consumer], waited_s: float) -> Target | None:
+    """The next target, as if everybody had stopped."""
+    following = advance(target, members, waited_s)
+    if following is None or following.phase != "holding":
+        return following
+    idle = [msgspec.structs.replace(one, held=target.round) for one in members]
+    return advance(following, idle, 0.0)
+
+
+class _NoHold(Follower):
+    """A version is switched to while others are still served."""
+
+    plan = staticmethod(_skip_hold)
+
+
+def _skip_needless_hold(
+    target: Target, members: Iterable[Consumer], waited_s: float
+) -> Target | None:
+    serving = {one.acknowledged for one in members} - {None, target.staging}
+    return (advance if serving else _skip_hold)(target, members, waited_s)
+
+
+class _NeedlessHold(Follower):
+    """Nobody holds when nobody seems to serve: who has come back since is overlooked."""
+
+    plan = staticmethod(_skip_needless_hold)
+
+
+def _skip_hold_in_mix(
+    target: Target, members: Iterable[Consumer], waited_s: float
+) -> Target | None:
+    return (_skip_hold if target.mix else advance)(target, members, waited_s)
+
+
+class _NoHoldInMix(Follower):
+    """Where a mix is allowed nobody is waited for who serves what is older than that."""
+
+    plan = staticmethod(_skip_hold_in_mix)
+
+
+class _Blind(Follower):
+    """The target is changed without comparing it with what was read."""
+
+    async def drive(self) -> None:
+        """Take the next step over whatever is there."""
+        following = self.plan(self.target, self.members, self._runtime.now() - self._since_s)
+        if following is not None:
+            await self._runtime.ledger.txn([], [put(self._keys.target, following)])
+
+
+class _NoDrain(Replica):
+    """What is served is changed while callers are being answered."""
+
+    async def _close_door(self, still: Callable[[], bool] = lambda: True) -> bool:
+        del still
+        await super()._close_door(lambda: False)
+        return True
+
+
+class _HeldEarly(Replica):
+    """A replica says that it has stopped, and then stops."""
+
+    async def _guard(self) -> None:
+        target = self._follower.target
+        if target.phase == "holding" and self._held != target.round:
+            self._held = target.round
+            await self._tell()
+        await super()._guard()
+
+
+class _Unacknowledged(Replica):
+    """A replica serves what it has loaded, before it has acknowledged it."""
+
+    def serving(self) -> int | None:
+        """What is loaded, as soon as the target allows it."""
+        there = self._loaded in servable(self._follower.target)
+        return self._loaded if there and self._subscriber.believes() else None
+
+
+class _Hearsay(Replica):
+    """The door is opened by what was heard of the target, perhaps before the present seat."""
+
+    async def _open_door(self) -> None:
+        async def heard() -> Target:
+            return self._follower.target
+
+        self._follower.read = heard  # type: ignore[method-assign]
+        await super()._open_door()
+
+
+class _AnySeat(Replica):
+    """After a lease has ended the door stays open for the next seat."""
+
+    def _counts(self) -> bool:
+        return self._subscriber.believes()
+
+
+class _NoClock(Replica):
+    """A replica that is cut off serves on after its lease has ended by its own clock."""
+
+    def _counts(self) -> bool:
+        return self._seat == self._subscriber.seat_id
+
+
+class _NoRestore(Replica):
+    """After a failed switch it goes on with whatever the engine holds."""
+
+    async def _go_back(self, version: int | None) -> None:
+        self._loaded = version
+
+
+class _NoTouch(Fleet):
+    """A round begins without touching its version's record, so a sweep may take it."""
+
+    async def _write(
+        self, entry: Entry | None, target: Target, version: int, rollback: bool
+    ) -> int | None:
+        del rollback
+        if await self._runtime.ledger.get(self._keys.version(version)) is None:
+            raise Gone(f"version {version} is not there to be served")
+        begun = msgspec.structs.replace(begin(target, version), **self._policy.model_dump())
+        txn = await self._runtime.ledger.txn(
+            [unchanged(entry) if entry else absent(self._keys.target)],
+            [put(self._keys.target, begun, over=entry)],
+        )
+        return begun.round if txn.succeeded else None
+
+
+class _Hasty(Fleet):
+    """The owner hears that an update is done when its round has begun."""
+
+    async def _finish(self, number: int) -> tuple[Target, list[Consumer]]:
+        del number
+        target, members = await self._look()
+        return msgspec.structs.replace(target, allowed=(target.staging or 0,)), members
+
+
+def _with(part: type) -> Callable[[], Protocol]:
+    """The sound protocol with one part replaced."""
+
+    def make() -> Protocol:
+        protocol = FleetProtocol()
+        if issubclass(part, Follower):
+            protocol.fleet = type("_Fleet", (Fleet,), {"follower_kind": part})
+            protocol.replica = type("_Replica", (Replica,), {"follower_kind": part})
+        elif issubclass(part, Fleet):
+            protocol.fleet = part
+        elif issubclass(part, Replica):
+            protocol.replica = part
+        return protocol
+
+    make.__doc__ = part.__doc__
+    return make
+
+
+BROKEN: dict[str, Callable[[], Protocol]] = {
+    "": _with(_NoHold),
+    "needless": _with(_NeedlessHold),
+    "mix": _with(_NoHoldInMix),
+    "compare": _with(_Blind),
+    "drain": _with(_NoDrain),
+    "held": _with(_HeldEarly),
+    "acknowledge": _with(_Unacknowledged),
+    "hearsay": _with(_Hearsay),
+    "seat": _with(_AnySeat),
+    "clock": _with(_NoClock),
+    "restore": _with(_NoRestore),
+    "touch": _with(_NoTouch),
+    "hasty": _with(_Hasty),
+}

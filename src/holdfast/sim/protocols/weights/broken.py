@@ -129,16 +129,6 @@ class _NoEpoch(LedgerBook):
         return await super()._try_commit(key, version)
 
 
-class _NoDoubt(Publisher):
-    """After a commit whose outcome is unknown, it goes on under the same epoch."""
-
-    async def _record(self, *args: Any) -> Version:
-        try:
-            return await super()._record(*args)
-        finally:
-            self._in_doubt = False
-
-
 class _KeepsOne(Sweeper):
     """The sweep keeps one version where the policy says two."""
 
@@ -273,7 +263,6 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "parent": _with(_NoParentSync),
     "order": _with(_BookFirst),
     "leftovers": _with(_MovesLeftovers),
-    "doubt": _with(_NoDoubt),
     "head": _with(_AnyHead),
     "late": _with(_BlindRecord),
 }

@@ -179,11 +179,13 @@ class WeightsProtocol(Protocol):
             self._compare(pin.number, name, bytes(pin.raw(name)))
             if runtime.random.random() < 0.3:
                 await runtime.sleep(runtime.random.random() * 8)
+                self._must_be_held(pin)
 
     async def _read_paths(self, runtime: Runtime, pin: Pin) -> None:
         path = await pin.stage()
         lease = int(pin._seat.id.rpartition("-")[2])
         await runtime.sleep(runtime.random.random() * 8)
+        self._must_be_held(pin)
         assert isinstance(runtime, Node)
         for name in pin.manifest.files:
             try:
@@ -196,6 +198,14 @@ class WeightsProtocol(Protocol):
             if digest(raw) != name.hash:
                 raise Violation(f"{path}/{name.name} has other bytes than were published")
 
+    def _must_be_held(self, pin: Pin) -> None:
+        """While its lease lives, a pin is in the ledger."""
+        name, _, lease = pin._seat.id.rpartition("-")
+        if int(lease) in self.truth.leases():
+            record = self._get(KEYS.consumer(name, int(lease)), Consumer)
+            if record is None or pin.number not in record.pins:
+                raise Violation(f"{name} reads version {pin.number}, and its pin was lost")
+
     def _compare(self, version: int, name: str, found: bytes) -> None:
         if self._tensors.get(version, {}).get(name) != found:
             raise Violation(f"version {version}: {name} was read with other bytes")
@@ -205,7 +215,10 @@ class WeightsProtocol(Protocol):
     def observe(self, batch: Batch) -> None:
         """Judge what one transaction changed."""
         for event in batch.events:
-            if event.key.startswith(KEYS.versions):
+            if event.key.startswith(KEYS.consumers):
+                if event.entry is not None and event.entry.version == 1:
+                    self._see_joined(decode(Consumer, event.entry))
+            elif event.key.startswith(KEYS.versions):
                 number = int(event.key.removeprefix(KEYS.versions))
                 if event.entry is None:
                     self._see_swept(number)
@@ -214,6 +227,11 @@ class WeightsProtocol(Protocol):
                         raise Violation(f"the record of version {number} was changed")
                 else:
                     self._see_published(number, decode(Version, event.entry))
+
+    def _see_joined(self, consumer: Consumer) -> None:
+        gone = [one for one in self._records if one >= consumer.floor and one not in self._live]
+        if consumer.needs == "every" and gone:
+            raise Violation(f"{consumer.name} joined to load {gone}, which were given up before")
 
     def _see_published(self, number: int, record: Version) -> None:
         if number in self._records:

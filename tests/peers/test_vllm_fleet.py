@@ -1,0 +1,592 @@
+"""A real vLLM server as the only replica of a fleet: rolled, damaged, killed, started again.
+
+Every test has a channel and a ledger of its own; the server goes on from one to the next,
+with whatever the last test left in it. It runs in bfloat16, so that its checker sees all.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
+
+from holdfast import ledger as ledgers
+from holdfast.errors import Unavailable
+from holdfast.ledger import Ledger
+from holdfast.procs import free_ports, spawn
+from holdfast.weights.fleet import Fleet, FleetPolicy
+from holdfast.weights.pin import Pin
+from holdfast.weights.policy import Retention
+from holdfast.weights.publisher import Publisher
+from holdfast.weights.vllm import VllmServer, expected
+from holdfast.weights.vllm_engine import HEALING, LOADING, VllmEngine, serve_vllm
+from peers.conftest import MODEL, START_S, VllmProcess
+from peers.tiny_model import make_model
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
+
+PROMPT = [5, 6, 7, 8]
+COUNT = 48
+LEASE_S = 6.0
+SHARD_BYTES = 300_000
+STARTUP = 9
+DTYPE = torch.bfloat16
+
+Weights = dict[str, torch.Tensor]
+Answer = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+class Bfloat(VllmProcess):
+    """Always at the same address, as a server is that somebody starts again."""
+
+    def start(self) -> None:
+        """Start it with the weights that no version has, and wait until it answers."""
+        self.launch()
+        assert self.child is not None
+        self.child.wait_until(self.healthy, START_S)
+
+    def launch(self) -> None:
+        port = int(self.url.rpartition(":")[2]) if self.url else free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{port}"
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", str(self.model), "--served-model-name", MODEL, "--max-model-len=256"]
+        argv += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--dtype=bfloat16"]
+        argv += ["--enable-scale-out"]
+        env = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            # One process less to start, which is what most of the time goes into.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self.child = spawn(argv, name="vLLM", env=env, log=self.log)
+
+    def asked(self, path: str) -> int:
+        """How often a path was asked for, by the server's own log."""
+        return self.log.read_text(errors="replace").count(f"POST {path} ")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Four versions and the model that the server is started with."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        seed: make_model(root / f"m{seed}", seed, dtype=DTYPE) for seed in (1, 2, 3, 4, STARTUP)
+    }
+
+
+@pytest.fixture(scope="module")
+def weights(folders: dict[int, Path]) -> dict[int, Weights]:
+    return {seed: weights_of(folder) for seed, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def process(
+    folders: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bfloat]:
+    process = Bfloat(folders[STARTUP], tmp_path_factory.mktemp("fleet") / "vllm.log")
+    process.start()
+    yield process
+    process.stop()
+
+
+class Bench:
+    """A channel, its ledger, its publisher, its fleet, and the server."""
+
+    def __init__(
+        self,
+        root: Path,
+        ledger: Ledger,
+        publisher: Publisher,
+        process: Bfloat,
+        server: VllmServer,
+        carried: dict[str, bytes | str | Path],
+        weights: dict[int, Weights],
+    ) -> None:
+        self.root = root
+        self.ledger = ledger
+        self.publisher = publisher
+        self.process = process
+        self.server = server
+        self.carried = carried
+        self.weights = weights
+
+    async def publish(self, number: int, tensors: Weights | None = None) -> None:
+        await self.publisher.publish(number, tensors or self.weights[number], files=self.carried)
+
+    @contextlib.asynccontextmanager
+    async def fleet(self, mix: int = 0) -> AsyncIterator[Fleet]:
+        async with Fleet(self.ledger, "policy", FleetPolicy(mix=mix, hold_s=40.0)) as fleet:
+            yield fleet
+
+    @contextlib.asynccontextmanager
+    async def serving(self, engine: VllmEngine | None = None) -> AsyncIterator[VllmEngine]:
+        """The process beside the server, here a task."""
+        engine = engine or VllmEngine(self.process.url)
+        work = serve_vllm(
+            self.root, self.ledger, "policy", "r0", engine.url, lease_s=LEASE_S, engine=engine
+        )
+        task = asyncio.create_task(work)
+        try:
+            yield engine
+        finally:
+            assert not task.done(), task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def right(self, number: int) -> None:
+        """The server says that it holds this version, and every parameter is the version's."""
+        assert await self.server.version() == number
+        assert await self.server.verify(expected(self.weights[number], dtype="BF16")) == ()
+
+
+@pytest.fixture
+async def bench(
+    tmp_path: Path, process: Bfloat, folders: dict[int, Path], weights: dict[int, Weights]
+) -> AsyncIterator[Bench]:
+    carried: dict[str, bytes | str | Path] = {
+        file.name: file
+        for file in folders[1].iterdir()
+        if "safetensors" not in file.name and file.is_file()
+    }
+    assert {"config.json", "tokenizer.json"} <= carried.keys()
+    keep = Retention(keep_last=8)
+    async with (
+        ledgers.open(f"sqlite:///{tmp_path}/ledger.db") as ledger,
+        Publisher(tmp_path / "w", ledger, "policy", keep, shard_bytes=SHARD_BYTES) as publisher,
+        VllmServer(process.url, call_s=60) as server,
+    ):
+        yield Bench(tmp_path / "w", ledger, publisher, process, server, carried, weights)
+
+
+def weights_of(folder: Path) -> Weights:
+    found: Weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+async def ask(url: str, prompt: list[int] = PROMPT) -> Answer:
+    """The versions that an answer names, and its tokens."""
+    sampling = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling}
+    limit = aiohttp.ClientTimeout(total=90)
+    async with (
+        aiohttp.ClientSession(timeout=limit) as session,
+        session.post(f"{url}/inference/v1/generate", json=body) as answer,
+    ):
+        answer.raise_for_status()
+        choice: dict[str, Any] = (await answer.json())["choices"][0]
+    assert choice["finish_reason"] == "length"
+    return (
+        tuple(span["version"] for span in choice["weight_versions"]),
+        tuple(choice["token_ids"]),
+    )
+
+
+_RECORDED: dict[int, tuple[int, ...]] = {}
+
+
+async def answers(bench: Bench, number: int) -> None:
+    """The server answers as this version, and as it did whenever this version was served."""
+    versions, tokens = await ask(bench.server.url)
+    assert versions == (str(number),)
+    assert _RECORDED.setdefault(number, tokens) == tokens
+    assert len(set(_RECORDED.values())) == len(_RECORDED)
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str, limit_s: float = 60.0) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            while not await holds():
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"not within {limit_s} s: {what}")
+
+
+async def offered(fleet: Fleet, bench: Bench) -> None:
+    async def there() -> bool:
+        return await fleet.addresses() == [bench.server.url]
+
+    await until(there, "the server is offered")
+
+
+# ---- what other readers make of a version ------------------------------------------
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, SHARD_BYTES])
+async def test_a_version_is_a_transformers_folder(
+    tmp_path: Path, folders: dict[int, Path], weights: dict[int, Weights], shard_bytes: int
+) -> None:
+    """transformers loads a published folder, in one file or in several, to the same bits."""
+    carried = {file.name: file for file in folders[1].iterdir() if "safetensors" not in file.name}
+    async with (
+        ledgers.open("memory:") as ledger,
+        Publisher(tmp_path, ledger, "policy", shard_bytes=shard_bytes) as publisher,
+    ):
+        await publisher.publish(7, weights[1], files=carried)
+    folder = tmp_path / "policy" / "step_7"
+    count = len(list(folder.glob("*.safetensors")))
+    assert (count > 1) == (shard_bytes == SHARD_BYTES)
+    assert (folder / "model.safetensors.index.json").exists() == (count > 1)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPE, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded = model.state_dict()
+    assert loaded.keys() == weights[1].keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights[1].items())
+
+
+async def test_an_adapter_has_the_layout_of_peft(tmp_path: Path) -> None:
+    """An adapter lies where PEFT looks for one, under the names that it was published with."""
+    base = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{base}.lora_A.weight": torch.randn(4, 128, dtype=DTYPE),
+        f"{base}.lora_B.weight": torch.randn(128, 4, dtype=DTYPE),
+    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    async with (
+        ledgers.open("memory:") as ledger,
+        Publisher(tmp_path, ledger, "lora") as publisher,
+    ):
+        files = {"adapter_config.json": json.dumps(config).encode()}
+        await publisher.publish(1, tensors, files=files, kind="adapter")
+    folder = tmp_path / "lora" / "step_1"
+    assert json.loads((folder / "adapter_config.json").read_text()) == config
+    loaded = load_file(folder / "adapter_model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_importing_needs_neither_torch_nor_http(tmp_path: Path) -> None:
+    """Whoever imports the engine does not import torch or aiohttp by that."""
+    code = (
+        "import sys, holdfast.weights.vllm_engine\n"
+        "assert not {'torch', 'aiohttp', 'vllm'} & sys.modules.keys()"
+    )
+    with spawn([sys.executable, "-c", code], log=tmp_path / "log") as child:
+        assert child.wait(60) == 0, (tmp_path / "log").read_text()
+
+
+# ---- good versions -----------------------------------------------------------------
+
+
+async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
+    """Requests that run all the time are each answered by one version, the one that they
+    name, in the order of the versions; the server holds every byte of each."""
+    seen: list[Answer] = []
+    stop = asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not stop.is_set():
+            seen.append(await ask(bench.server.url))
+
+    async with bench.fleet() as fleet, bench.serving() as engine:
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        await answers(bench, 1)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(keep_asking())
+            for number in (2, 3, 4):
+                at = len(seen)
+                await until(lambda at=at: _longer(seen, at + 2), "requests are answered")  # type: ignore[misc]
+                await bench.publish(number)
+                update = await fleet.update(number)
+                assert update.serving == ("r0",)
+                assert await fleet.addresses(number) == [bench.server.url]
+                await bench.right(number)
+            at = len(seen)
+            await until(lambda: _longer(seen, at + 2), "the last version answers")
+            stop.set()
+        for number in (2, 3, 4):
+            await fleet.update(number, rollback=True)
+            await answers(bench, number)
+        assert engine.blind == ()
+
+        async def resumed() -> bool:
+            return not await bench.server.paused()
+
+        await until(resumed, "the server is resumed")
+    # Nobody keeps it in step any more.
+    assert await bench.server.paused()
+    named = [versions for versions, _ in seen]
+    assert {*named} == {("1",), ("2",), ("3",), ("4",)}
+    assert named == sorted(named)
+    for versions, tokens in seen:
+        assert tokens == _RECORDED[int(versions[0])]
+
+
+async def _longer(seen: list[Answer], count: int) -> bool:
+    return len(seen) >= count
+
+
+# ---- bad versions ------------------------------------------------------------------
+
+
+async def test_bad_versions_never_reach_the_server(bench: Bench) -> None:
+    """A flipped byte, a missing tensor and a wrong shape are refused before vLLM is asked to
+    load anything; the round fails with the reason, and the old version is served on."""
+    async with bench.fleet() as fleet, bench.serving():
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        loads = bench.process.asked("/collective_rpc")
+
+        await bench.publish(2)
+        shard = sorted((bench.root / "policy" / "step_2").glob("*.safetensors"))[1]
+        data = bytearray(shard.read_bytes())
+        data[-1000] ^= 4
+        shard.chmod(0o644)
+        shard.write_bytes(data)
+        with pytest.raises(Unavailable, match="Corrupt"):
+            await fleet.update(2)
+
+        lacking = dict(bench.weights[3])
+        del lacking["model.norm.weight"]
+        await bench.publish(3, lacking)
+        with pytest.raises(Unavailable, match=r"model\.norm\.weight"):
+            await fleet.update(3)
+
+        bent = dict(bench.weights[4])
+        bent["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4, dtype=DTYPE)
+        await bench.publish(4, bent)
+        with pytest.raises(Unavailable, match=r"shapes.*q_proj\.weight"):
+            await fleet.update(4)
+
+        assert bench.process.asked("/collective_rpc") == loads
+        assert await fleet.addresses() == [bench.server.url]
+        await answers(bench, 1)
+        await bench.right(1)
+
+
+async def test_a_first_version_that_does_not_fit(bench: Bench) -> None:
+    """Also before anything was loaded, a version that lacks a tensor is refused: what the
+    server was started with has it."""
+    lacking = dict(bench.weights[3])
+    del lacking["model.norm.weight"]
+    async with bench.fleet() as fleet, bench.serving():
+        loads = bench.process.asked("/collective_rpc")
+        await bench.publish(1, lacking)
+        with pytest.raises(Unavailable, match=r"lacks.*model\.norm\.weight"):
+            await fleet.update(1)
+        assert bench.process.asked("/collective_rpc") == loads
+        assert await fleet.addresses() == []
+        assert await bench.server.paused()
+
+
+class Tampering(VllmEngine):
+    """Somebody changes the folder of version 2 after it was staged."""
+
+    damage: Callable[[Weights], None] | None = None
+    done = 0
+
+    async def stage(self, pin: Pin) -> None:
+        await super().stage(pin)
+        if pin.number == 2 and self.damage is not None:
+            assert self._staged is not None
+            for file in sorted(Path(self._staged.path).glob("*.safetensors")):
+                tensors = load_file(file)
+                self.damage(tensors)
+                file.unlink()  # a hard link: what was published must stay as it is
+                save_file(tensors, file, {"format": "pt"})
+            self.done += 1
+
+
+def negate(tensors: Weights) -> None:
+    if "model.layers.1.mlp.down_proj.weight" in tensors:
+        tensors["model.layers.1.mlp.down_proj.weight"].neg_()
+
+
+def bend(tensors: Weights) -> None:
+    if "model.layers.0.self_attn.q_proj.weight" in tensors:
+        tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4, dtype=DTYPE)
+
+
+async def test_changed_between_staging_and_loading(bench: Bench) -> None:
+    """Bytes that change after they were verified are noticed after the load, before anybody
+    is answered; the old version is loaded again and served, and the next try can succeed."""
+    engine = Tampering(bench.process.url)
+    engine.damage = negate
+    async with bench.fleet(mix=1) as fleet, bench.serving(engine):
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        await bench.publish(2)
+        update = await fleet.update(2)
+        assert update.left_behind == ("r0",)
+        assert await fleet.addresses() == [bench.server.url]
+        tries = engine.done
+        assert tries >= 1
+        while engine.done < tries + 2:  # it is tried again and again meanwhile
+            await answers(bench, 1)
+        engine.damage = None
+        await until(lambda: _serves(fleet, bench, 2), "version 2 is served")
+        await answers(bench, 2)
+        await bench.right(2)
+
+
+async def _serves(fleet: Fleet, bench: Bench, number: int) -> bool:
+    return await fleet.addresses(number) == [bench.server.url]
+
+
+# ---- deaths ------------------------------------------------------------------------
+
+_DRIVER = """
+import asyncio, sys
+from holdfast import ledger
+from holdfast.weights.vllm import VllmServer
+from holdfast.weights.vllm_engine import serve_vllm
+
+root, place, url, lease_s, hang = sys.argv[1:]
+load = VllmServer.reload
+
+async def reload(self, path):
+    await load(self, path)
+    if path.endswith(hang):
+        print("loaded, not checked", flush=True)
+        await asyncio.Event().wait()
+
+VllmServer.reload = reload
+
+async def main():
+    async with ledger.open(place) as book:
+        await serve_vllm(root, book, "policy", "r0", url, lease_s=float(lease_s))
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_in_the_middle_of_a_load(bench: Bench, tmp_path: Path) -> None:
+    """Whoever drives the server is killed after the load of a version and before it was
+    checked: the server stays paused, and the next one loads it again, checks and resumes.
+    A request that came in between is answered by the new version."""
+    log = tmp_path / "driver.log"
+    place = f"sqlite:///{tmp_path}/ledger.db"
+    argv = [sys.executable, "-c", _DRIVER, str(bench.root), place, bench.process.url]
+    async with bench.fleet() as fleet:
+        await bench.publish(1)
+        await bench.publish(2)
+        with spawn([*argv, str(LEASE_S), "step_2"], name="driver", log=log) as driver:
+            await fleet.update(1)
+            await offered(fleet, bench)
+            await answers(bench, 1)
+            second = asyncio.create_task(fleet.update(2))
+
+            async def loaded() -> bool:
+                assert driver.alive(), log.read_text()
+                return "loaded, not checked" in log.read_text()
+
+            await until(loaded, "the load")
+            driver.kill_group()
+        assert await bench.server.paused()
+        assert await bench.server.version() == LOADING
+        early = asyncio.create_task(ask(bench.server.url))
+        async with bench.serving():
+            await until(lambda: _serves(fleet, bench, 2), "version 2 is served")
+            await second
+            assert (await early)[0] == ("2",)
+            await answers(bench, 2)
+            await bench.right(2)
+
+
+async def test_paused_or_loaded_by_others(bench: Bench) -> None:
+    """A server that somebody pauses is resumed; one that somebody loads with other weights is
+    taken out, loaded again and offered again."""
+    async with bench.fleet() as fleet, bench.serving() as engine:
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        await answers(bench, 1)
+        await bench.server.pause()
+        await answers(bench, 1)  # waits until it is resumed
+
+        await bench.server.pause()
+        await bench.server.set_version(3)
+        await asyncio.wait_for(engine.lost.wait(), 30)
+        assert "loaded by others" in engine.problem
+        await offered(fleet, bench)
+
+        async def back() -> bool:
+            return await bench.server.version() == 1 and not await bench.server.paused()
+
+        await until(back, "version 1 is back")
+        await answers(bench, 1)
+
+
+async def test_a_server_that_was_started_again(bench: Bench) -> None:
+    """A server that is killed leaves the fleet. Started again, with the weights of its start,
+    it is loaded and checked before it is offered."""
+    async with bench.fleet() as fleet, bench.serving():
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        assert bench.process.child is not None
+        await asyncio.to_thread(bench.process.child.kill_group)
+
+        async def gone() -> bool:
+            return await fleet.addresses() == []
+
+        await until(gone, "the server is not offered any more", 30)
+        bench.process.launch()  # from this thread: children end with the thread that made them
+        labels = []
+
+        async def back() -> bool:
+            there = await fleet.addresses()
+            if there:
+                labels.append(await bench.server.version())
+            return bool(there)
+
+        await until(back, "it is offered again", START_S)
+        assert labels == [1]
+        await answers(bench, 1)
+        await bench.right(1)
+
+
+# Last, because the server is lost afterwards.
+async def test_a_server_beyond_healing(bench: Bench) -> None:
+    """Where the one good load after a failed one fails as well, the server is never resumed:
+    it stays paused and out of the fleet, also for the next one who finds it."""
+    engine = Tampering(bench.process.url)
+    engine.damage = bend
+    async with bench.fleet(mix=1) as fleet:
+        async with bench.serving(engine):
+            await bench.publish(1)
+            await fleet.update(1)
+            await offered(fleet, bench)
+            await answers(bench, 1)
+            resumes = bench.process.asked("/resume")
+            await bench.publish(2)
+            second = asyncio.create_task(fleet.update(2))
+            await asyncio.wait_for(engine.lost.wait(), 60)
+            assert "restart it" in engine.problem
+
+            async def gone() -> bool:
+                return await fleet.addresses() == []
+
+            await until(gone, "the lost server is not offered")
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+        loads = bench.process.asked("/collective_rpc")
+        other = VllmEngine(bench.process.url)
+        async with bench.serving(other):
+            await asyncio.wait_for(other.lost.wait(), 60)
+            assert "restart it" in other.problem
+            assert await fleet.addresses() == []
+        assert await bench.server.version() == HEALING
+        assert await bench.server.paused()
+        assert bench.process.asked("/resume") == resumes
+        assert bench.process.asked("/collective_rpc") == loads
