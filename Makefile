@@ -10,7 +10,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 run: setup ## The main job: simulate every protocol and show that broken ones are caught
-	$(BIN)/holdfast sim --all --seeds 1000
+	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers ## What CI runs: checks and all quick tests
 	$(BIN)/python -m pytest -q -m "not long"
@@ -32,6 +32,7 @@ check: setup ## ruff, mypy --strict, import-linter
 
 bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
+	$(BIN)/python -m benchmarks.weights
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

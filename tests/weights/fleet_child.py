@@ -1,7 +1,8 @@
 """The child processes of `test_fleet.py`: `python fleet_child.py NAME JSON`.
 
-A replica answers on a loopback port, one JSON line per connection, with what its module
-computes. Times are those of the monotonic clock, which all processes of a machine share.
+A replica answers on a loopback port, one JSON line per connection, with what it computes: with
+a torch module, or with a numpy array where a quick start matters more. Times are those of the
+monotonic clock, which all processes of a machine share.
 """
 
 import asyncio
@@ -9,13 +10,16 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from holdfast import ledger
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin, Subscriber
 from holdfast.weights.fleet import Fleet, FleetPolicy
-from holdfast.weights.replica import ModuleEngine, Replica
+from holdfast.weights.replica import Engine, ModuleEngine, Replica
 
 ITEMS = 8
 
@@ -36,21 +40,27 @@ def say(what: str, **fields: object) -> None:
     sys.stdout.flush()
 
 
-async def replica(
-    root: str, url: str, name: str, port: int, lease_s: float, refuses: list[int]
-) -> None:
-    """Serve until killed. Versions in `refuses` do not fit into this replica's module."""
+class NumpyEngine(Engine):
+    """The only tensor as a numpy array."""
+
+    def __init__(self) -> None:
+        self.w = np.zeros(ITEMS, np.float32)
+
+    async def stage(self, pin: Pin) -> None:
+        """See `Engine.stage`."""
+
+    async def switch(self, pin: Pin) -> None:
+        """See `Engine.switch`."""
+        self.w[:] = pin.numpy("w")
+
+
+def torch_engine(refuses: list[int]) -> tuple[Engine, Callable[[], float]]:
+    """A torch module, into which versions in `refuses` do not fit, and what it computes."""
     import torch
 
     torch.set_num_threads(1)
-
-    class Module(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros(ITEMS), requires_grad=False)
-
-        def forward(self) -> float:
-            return float(self.w.sum())
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.zeros(ITEMS))
 
     class Picky(ModuleEngine):
         async def stage(self, pin: Pin) -> None:
@@ -58,7 +68,19 @@ async def replica(
                 pin.fits({"w": torch.zeros(3)})
             await super().stage(pin)
 
-    module = Module()
+    return Picky(module), lambda: float(module.state_dict()["w"].sum())
+
+
+async def replica(
+    root: str, url: str, name: str, port: int, lease_s: float, refuses: list[int] | None
+) -> None:
+    """Serve until killed: with numpy if `refuses` is None, otherwise with torch."""
+    if refuses is None:
+        numpy_engine = NumpyEngine()
+        engine: Engine = numpy_engine
+        compute: Callable[[], float] = lambda: float(numpy_engine.w.sum())  # noqa: E731
+    else:
+        engine, compute = torch_engine(refuses)
     async with (
         ledger.open(url) as led,
         Subscriber(
@@ -70,21 +92,21 @@ async def replica(
             address=f"127.0.0.1:{port}",
             lease_s=lease_s,
         ) as subscriber,
-        Replica(subscriber, Picky(module)) as one,
+        Replica(subscriber, engine) as one,
     ):
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             asked = json.loads(await reader.readline())
             try:
                 async with one.admit(timeout_s=asked["wait_s"]) as version:
-                    begun, seat, before = time.monotonic(), subscriber.seat_id, module()
+                    begun, seat, before = time.monotonic(), subscriber.seat_id, compute()
                     await asyncio.sleep(asked["work_s"])
                     answer: dict[str, Any] = {
                         "name": name,
                         "seat": seat,
                         "version": version,
                         "begun": begun,
-                        "numbers": [before, module()],
+                        "numbers": [before, compute()],
                         "ended": time.monotonic(),
                     }
             except Unavailable as error:
@@ -110,5 +132,7 @@ async def owner(url: str, version: int, stage_s: float, hold_s: float) -> None:
         say("done", serving=done.serving)
 
 
+CHILDREN: dict[str, Callable[..., Any]] = {"replica": replica, "owner": owner}
+
 if __name__ == "__main__":
-    asyncio.run({"replica": replica, "owner": owner}[sys.argv[1]](**json.loads(sys.argv[2])))
+    asyncio.run(CHILDREN[sys.argv[1]](**json.loads(sys.argv[2])))

@@ -47,8 +47,11 @@ class LiveRuntime:
         self.random = random.Random(seed)
 
     def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.monotonic()
+        """Seconds of a clock that never goes back, and goes on while the machine sleeps.
+
+        Leases on sqlite are counted by the same clock: whoever was asleep has lost them.
+        """
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     async def sleep(self, seconds: float) -> None:
         """Wait in this event loop."""

@@ -114,7 +114,7 @@ class Swarm:
         if steps > 300:
             # Some long schedules have few faults, and one that is insisted on comes late.
             self._rate = self._random.choice((0.002, 0.01, 0.03, 0.06))
-            self._insist[0] = self._random.choice((0.5, 0.05, 0.01))
+            self._insist = [self._random.choice((0.5, 0.05, 0.01)), 0.5, 0.5]
         kinds = dict.fromkeys(kind for kind, _ in possible)
         on = [kind for kind in kinds if self._random.random() < 0.6]
         self._at: dict[str, list[str]] = {step: [] for step in EVERYWHERE}
@@ -158,7 +158,7 @@ class Table:
     """How often each kind of fault fired at each kind of step, and how many steps there were."""
 
     def __init__(self, possible: Sequence[tuple[str, str]] = PAIRS) -> None:
-        self._possible = possible
+        self.possible = possible
         self.steps: Counter[str] = Counter()
         self.fired: Counter[tuple[str, str]] = Counter()
 
@@ -171,18 +171,18 @@ class Table:
         """Pairs of fault and step that could have met and never did."""
         return [
             (fault, step)
-            for fault, step in self._possible
+            for fault, step in self.possible
             if self.steps[step] and not self.fired[fault, step]
         ]
 
     def rows(self) -> Iterable[tuple[str, ...]]:
         """The table as text cells, heading first; '-' where a fault does not apply."""
-        kinds = list(dict.fromkeys(kind for kind, _ in self._possible))
+        kinds = list(dict.fromkeys(kind for kind, _ in self.possible))
         yield ("step", "count", *kinds)
         for step in EVERYWHERE:
             if self.steps[step]:
                 cells = [
-                    str(self.fired[kind, step]) if (kind, step) in self._possible else "-"
+                    str(self.fired[kind, step]) if (kind, step) in self.possible else "-"
                     for kind in kinds
                 ]
                 yield (step, str(self.steps[step]), *cells)

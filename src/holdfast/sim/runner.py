@@ -76,8 +76,10 @@ def search(make: Make, seeds: Iterable[int], *, steps: int | None = None) -> Ite
 
 def _without_the_dead(unraisable: "sys.UnraisableHookArgs") -> None:
     """What is left of dead processes finds out, when it is collected, that it is dead."""
-    if not isinstance(unraisable.exc_value, Dead):
-        sys.__unraisablehook__(unraisable)
+    error = unraisable.exc_value
+    if isinstance(error, Dead) or "ignored GeneratorExit" in str(error):
+        return
+    sys.__unraisablehook__(unraisable)
 
 
 def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failure:

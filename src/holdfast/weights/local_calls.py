@@ -5,6 +5,7 @@ waits for anybody but the disk.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -35,9 +36,9 @@ __all__ = [
     "write",
 ]
 
-_PIECE_BYTES = 16 * 2**20
-"""A piece is hashed, then written while it is still in the cache; between pieces a
-cancelled write stops."""
+_PIECE_BYTES = 4 * 2**20
+"""A piece is hashed, then written while it is still in the cache, and the disk begins with it
+while the next is hashed; between pieces a cancelled write stops."""
 _DEPTH_MAX = 32
 _PASSES_MAX = 10
 _MODE = 0o644
@@ -139,12 +140,15 @@ def write(at: int, name: str, chunks: Iterable[Buffer], stop: Stop) -> Written:
     try:
         try:
             digest = xxhash.xxh3_128()
-            size = 0
+            size = started = 0
             for piece in _pieces(chunks):
                 stop.check()
                 digest.update(piece)
                 _write_all(descriptor, piece)
                 size += len(piece)
+                if size - started >= _PIECE_BYTES:
+                    _start_writing(descriptor, started, size - started)
+                    started = size
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -167,6 +171,21 @@ def _pieces(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_RANGE_WRITE = 2
+
+
+def _start_writing(descriptor: int, begin: int, length: int) -> None:
+    """Let the disk begin now with what it has to write anyway.
+
+    Nothing is waited for and no error is taken notice of: fsync does both.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(
+            descriptor, ctypes.c_int64(begin), ctypes.c_int64(length), ctypes.c_uint(_RANGE_WRITE)
+        )
 
 
 def put(at: int, name: str, data: bytes) -> None:

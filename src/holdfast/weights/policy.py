@@ -10,8 +10,10 @@ Bytes are counted per inode: a file that several versions share is counted once,
 freed only with the last of them.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -95,6 +97,16 @@ def needed(
     everything = sorted(numbers)
     if not everything:
         return set()
+    kept, floor = _kept(pins, acknowledgements, now_s)
+    return {number for number in everything if number in kept or number >= floor} | {
+        everything[-1]
+    }
+
+
+def _kept(
+    pins: Iterable[Pin], acknowledgements: Iterable[Acknowledgement], now_s: float
+) -> tuple[set[int], float]:
+    """What the living keep: these versions, and all from the number that follows."""
     kept = {pin.version for pin in pins if pin.until_s > now_s}
     floor = float("inf")
     for one in acknowledgements:
@@ -104,9 +116,7 @@ def needed(
             kept.add(one.version)
         if one.needs == "every":
             floor = min(floor, one.floor)
-    return {number for number in everything if number in kept or number >= floor} | {
-        everything[-1]
-    }
+    return kept, floor
 
 
 def deletable(
@@ -144,20 +154,19 @@ def deletable(
 
 def _squeeze(keep: Sequence[OnDisk], must: set[int], other: Files, room: int) -> list[int]:
     """Versions to give up so that the rest fits into `room`, oldest first."""
-    names = Counter(inode for one in keep for inode in one.files)
-    names.update(other)
-    sizes = {inode: size for one in keep for inode, size in one.files.items()} | dict(other)
-    total = sum(sizes.values())
+    # What is needed stays, so only the others compete for their files.
+    loose = [one for one in keep if one.version not in must]
+    fixed = {inode for one in keep if one.version in must for inode in one.files} | other.keys()
+    names = Counter(chain.from_iterable(one.files for one in loose))
+    total = used_bytes(keep, other)
     drop: list[int] = []
-    for one in keep:
+    for one in loose:
         if total <= room:
             break
-        if one.version in must:
-            continue
-        for inode in one.files:
+        for inode, size in one.files.items():
             names[inode] -= 1
-            if not names[inode]:
-                total -= sizes[inode]
+            if not names[inode] and inode not in fixed:
+                total -= size
         drop.append(one.version)
     return drop
 
@@ -178,23 +187,23 @@ def holds(
     now_s: float,
 ) -> list[Hold]:
     """What each consumer keeps on the disk that could otherwise go, the largest first."""
-    pins, acknowledgements = list(pins), list(acknowledgements)
     free = policy.model_copy(update={"keep_every": 0, "keep_last": 1, "max_bytes": 0})
-    loose = set(deletable(versions, (), (), free, now_s))
-    names = {pin.consumer for pin in pins if pin.until_s > now_s}
-    names |= {one.consumer for one in acknowledgements if one.until_s > now_s}
+    loose = deletable(versions, (), (), free, now_s)
+    loose_set = set(loose)
+    files = {one.version: one for one in versions}
+    mine: dict[str, tuple[list[Pin], list[Acknowledgement]]] = {}
+    for pin in pins:
+        mine.setdefault(pin.consumer, ([], []))[0].append(pin)
+    for one in acknowledgements:
+        mine.setdefault(one.consumer, ([], []))[1].append(one)
     found: list[Hold] = []
-    for name in names:
-        held = loose - set(
-            deletable(
-                versions,
-                [pin for pin in pins if pin.consumer == name],
-                [one for one in acknowledgements if one.consumer == name],
-                free,
-                now_s,
-            )
-        )
+    sizes: dict[tuple[int, ...], int] = {}  # many consumers hold the same
+    for name, wishes in mine.items():
+        kept, floor = _kept(*wishes, now_s)
+        below = sorted(one for one in kept & loose_set if one < floor)
+        held = (*below, *loose[bisect_left(loose, floor) :])
+        if held and held not in sizes:
+            sizes[held] = used_bytes(files[number] for number in held)
         if held:
-            size = used_bytes(one for one in versions if one.version in held)
-            found.append(Hold(name, tuple(sorted(held)), size))
+            found.append(Hold(name, held, sizes[held]))
     return sorted(found, key=lambda hold: (-hold.bytes, hold.consumer))

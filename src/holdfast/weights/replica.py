@@ -248,6 +248,8 @@ class Replica:
                 await self._close_door(lambda: False)
         if version is not None and version not in servable(target):
             async with self._door:  # nobody else is about to open it
+                if self._subscriber.acknowledged != version:
+                    return  # it was switched meanwhile
                 out = await self._close_door(lambda: self._follower.target == target)
             if out and target.phase == "holding":
                 self._held = target.round

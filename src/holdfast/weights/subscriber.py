@@ -353,6 +353,9 @@ class Subscriber:
                 failure = error
                 await self._runtime.sleep(0.2 * (0.5 + self._runtime.random.random()))
                 continue
+            if seat is not self._seat:  # lost in this moment; the new one does not know of it
+                failure = LeaseLost(f"{self.name} lost its lease while it reported")
+                continue
             # What is staged is pinned, and a pin ends with its seat.
             brought = msgspec.structs.replace(told, staged=None)
             self._told = msgspec.structs.replace(brought.on(self._told), floor=0)

@@ -33,19 +33,6 @@ class _NoHold(Follower):
     plan = staticmethod(_skip_hold)
 
 
-def _skip_needless_hold(
-    target: Target, members: Iterable[Consumer], waited_s: float
-) -> Target | None:
-    serving = {one.acknowledged for one in members} - {None, target.staging}
-    return (advance if serving else _skip_hold)(target, members, waited_s)
-
-
-class _NeedlessHold(Follower):
-    """Nobody holds when nobody seems to serve: who has come back since is overlooked."""
-
-    plan = staticmethod(_skip_needless_hold)
-
-
 def _skip_hold_in_mix(
     target: Target, members: Iterable[Consumer], waited_s: float
 ) -> Target | None:
@@ -175,7 +162,6 @@ def _with(part: type) -> Callable[[], Protocol]:
 
 BROKEN: dict[str, Callable[[], Protocol]] = {
     "": _with(_NoHold),
-    "needless": _with(_NeedlessHold),
     "mix": _with(_NoHoldInMix),
     "compare": _with(_Blind),
     "drain": _with(_NoDrain),

@@ -45,7 +45,7 @@ class FleetProtocol(Protocol):
     """The sound protocol. Broken variants replace one part each."""
 
     nodes = 4
-    steps = 800
+    steps = 750
     fleet: type[Fleet] = Fleet
     replica: type[Replica] = Replica
     policy = FleetPolicy(stage_s=20.0, hold_s=12.0)

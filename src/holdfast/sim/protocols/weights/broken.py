@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.ledger import Compare, Delete, Op, absent, unchanged
+from holdfast.ledger import Compare, Delete, Op
 from holdfast.ledger.records import put
 from holdfast.sim.protocol import Protocol
 from holdfast.sim.protocols.weights.sound import WeightsProtocol
@@ -13,7 +13,7 @@ from holdfast.weights.book import Seat, View
 from holdfast.weights.disk import Folder
 from holdfast.weights.ledger_book import LedgerBook
 from holdfast.weights.ledger_seat import LedgerSeat
-from holdfast.weights.manifest import MARKER, STABLE, Manifest
+from holdfast.weights.manifest import STABLE, Manifest
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
@@ -86,17 +86,6 @@ class _MarkerFirst(Publisher):
         pass
 
 
-class _LateMarker(Publisher):
-    """The marker is written new when it is time, instead of lying ready in the draft."""
-
-    async def _show(self, folder: Folder, ticket: Ticket) -> None:
-        await self._place(ticket)
-        await self._channel.sync_base()
-        await folder.write(STABLE, [b"late\n"])
-        await folder.unlink(MARKER)
-        await folder.sync()
-
-
 class _NoDraftSync(Publisher):
     """The names in the draft are not made durable before it gets its own."""
 
@@ -135,16 +124,6 @@ class _KeepsOne(Sweeper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._retention = Retention(keep_last=1)
-
-
-class _RemovesDrafts(Sweeper):
-    """A dead publisher's draft is removed where it lies, without renaming it first."""
-
-    async def _move_away(self, path: str) -> None:
-        if "/drafts/" in path:
-            await self._disk.remove(path)
-        else:
-            await super()._move_away(path)
 
 
 class _KeepsStaging(Sweeper):
@@ -190,40 +169,6 @@ class _MovesLeftovers(Sweeper):
                 await self._move_away(path)
 
 
-class _AnyHead(LedgerSeat):
-    """Joining does not compare the head that its floor was taken from."""
-
-    async def _register(self) -> None:
-        ledger = self._runtime.ledger
-        head = await ledger.get(self._keys.head)
-        floor = msgspec.json.decode(head.value)["version"] if head else 0
-        record = msgspec.structs.replace(self._record, floor=floor)
-        await ledger.txn([absent(self._key)], [put(self._key, record, lease=self._keeper.id)])
-        self._entry, self._record = await ledger.get(self._key), record
-        if self._entry is None:
-            await super()._register()
-
-
-class _BlindRecord(LedgerSeat):
-    """The consumer's record is written without comparing it: a late call undoes a newer one."""
-
-    async def _write(
-        self, record: Consumer, compare: Sequence[Compare] = (), ops: Sequence[Op] = ()
-    ) -> bool:
-        assert self._entry is not None
-        own = unchanged(self._entry)
-        ledger, txn = self._runtime.ledger, self._runtime.ledger.txn
-
-        async def blind(compare: Sequence[Compare] = (), *rest: Any) -> Any:
-            return await txn([one for one in compare if one.key != own.key], *rest)
-
-        ledger.txn = blind  # type: ignore[assignment, method-assign]
-        try:
-            return await super()._write(record, compare, ops)
-        finally:
-            ledger.txn = txn  # type: ignore[method-assign]
-
-
 def _with(part: type) -> Callable[[], Protocol]:
     """The sound protocol with one part replaced."""
 
@@ -253,16 +198,12 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "touch": _with(_NoTouch),
     "lease": _with(_NoLeaseCheck),
     "marker": _with(_MarkerFirst),
-    "ready": _with(_LateMarker),
     "epoch": _with(_NoEpoch),
     "last": _with(_KeepsOne),
-    "drafts": _with(_RemovesDrafts),
     "staging": _with(_KeepsStaging),
     "staged": _with(_SweepsStaging),
     "sync": _with(_NoDraftSync),
     "parent": _with(_NoParentSync),
     "order": _with(_BookFirst),
     "leftovers": _with(_MovesLeftovers),
-    "head": _with(_AnyHead),
-    "late": _with(_BlindRecord),
 }

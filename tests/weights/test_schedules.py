@@ -1,0 +1,147 @@
+"""Schedules that a simulation finds too rarely, played step by step."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.errors import Unavailable
+from holdfast.ledger import Compare, Entry, Op, Txn
+from holdfast.ledger.memory import MemoryLedger
+from holdfast.weights import Publisher, Retention, Subscriber
+from holdfast.weights.channel import Channel
+from holdfast.weights.disk import Folder
+from holdfast.weights.local import LocalDisk
+from holdfast.weights.manifest import MARKER, STABLE
+from holdfast.weights.sweep import clear
+from holdfast.weights.writing import Ticket
+
+
+def weights(number: int) -> dict[str, Any]:
+    return {"w": np.full(8, number)}
+
+
+class Interrupted(MemoryLedger):
+    """Something happens between a consumer's look at the head and its joining."""
+
+    publisher: Publisher | None = None
+    interruptions = 0
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        publisher, joining = self.publisher, any("/consumers/" in op.key for op in then)
+        if publisher is not None and joining:
+            self.publisher = None
+            self.interruptions += 1
+            for number in (1, 2, 3):
+                await publisher.publish(number, weights(number))
+        return await super()._txn(compare, then, otherwise)
+
+
+async def test_a_consumer_joins_at_the_head_of_that_moment(tmp_path: Path) -> None:
+    """Its floor is the head when it enters the book: what lies below may be gone already."""
+    async with (
+        Interrupted() as ledger,
+        Publisher(tmp_path, ledger, retention=Retention(keep_last=1)) as publisher,
+    ):
+        await publisher.publish(0, weights(0))
+        ledger.publisher = publisher
+        async with Subscriber(tmp_path, ledger) as subscriber:
+            assert ledger.interruptions == 1
+            view = await publisher._book.view()
+            (member,) = view.members
+            assert member.record.floor == 3
+            assert sorted(view.versions) == [3]
+            async with subscriber.pin() as pin:
+                assert pin.number == 3
+
+
+class Watching(LocalDisk):
+    """Remembers what was removed where it lay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removed: list[str] = []
+
+    async def remove(self, path: str) -> None:
+        self.removed.append(path)
+        await super().remove(path)
+
+
+async def test_a_draft_is_renamed_before_it_is_emptied(tmp_path: Path) -> None:
+    """A replaced publisher that wakes up must not give a half-emptied draft its name."""
+    async with MemoryLedger() as ledger:
+        async with Publisher(tmp_path, ledger) as dead:
+            ticket = await dead.begin(0)
+        assert Path(ticket.path).is_dir()
+        disk = Watching()
+        channel = Channel(tmp_path, ledger, "policy", disk=disk)
+        async with Publisher("", None, at=channel):
+            assert not Path(ticket.path).exists()
+        assert disk.removed
+        assert all("/.holdfast/trash/" in path for path in disk.removed)
+
+
+async def test_a_folder_that_is_being_emptied_cannot_be_marked(tmp_path: Path) -> None:
+    """A replaced publisher wakes up just before the marker, while its folder is cleared."""
+
+    class Late(Publisher):
+        async def _show(self, folder: Folder, ticket: Ticket) -> None:
+            await self._place(ticket)
+            assert await clear(self._disk, self._layout.version(ticket.step), ticket.epoch)
+            await folder.rename(MARKER, STABLE)
+
+    async with MemoryLedger() as ledger, Late(tmp_path, ledger) as publisher:
+        with pytest.raises(Unavailable):
+            await publisher.publish(0, weights(0))
+        assert list((tmp_path / "policy" / "step_0").iterdir()) == []
+        view = await publisher._book.view()
+        assert view.versions == {}
+
+
+class Repeating(MemoryLedger):
+    """Delivers a consumer's writes again, long after they were answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again: list[Callable[[], Coroutine[Any, Any, Txn]]] = []
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        if any("/consumers/" in op.key for op in then):
+            send = super()._txn
+            self.again.append(lambda: send(compare, then, otherwise))
+        return await super()._txn(compare, then, otherwise)
+
+
+async def test_a_call_that_arrives_twice_does_not_undo_a_newer_one(tmp_path: Path) -> None:
+    """A consumer's old writes, delivered again, never take a pin away."""
+    async with Repeating() as ledger, Publisher(tmp_path, ledger) as publisher:
+        await publisher.publish(0, weights(0))
+        async with Subscriber(tmp_path, ledger) as subscriber:
+            async with subscriber.pin(0):
+                pass
+            async with subscriber.pin(0) as pin:
+                assert len(ledger.again) == 4  # joined, pinned, unpinned, pinned
+                for again in ledger.again:
+                    assert not (await again()).succeeded
+                await pin.check()
+
+
+async def test_a_version_is_staged_for_a_fleet_before_a_sweep_takes_it(tmp_path: Path) -> None:
+    """Entering the target touches the record, so a sweep that looked before loses."""
+    from holdfast.weights import Fleet
+
+    async with MemoryLedger() as ledger, Publisher(tmp_path, ledger) as publisher:
+        for number in (0, 1, 2):
+            await publisher.publish(number, weights(number))
+        view = await publisher._book.view()
+        assert sorted(view.versions) == [1, 2]
+        async with Fleet(ledger) as fleet:
+            await fleet._begin(1, rollback=False)
+            assert not await publisher._book.forget(view, 1)
+            assert isinstance(await ledger.get(publisher._channel.keys.version(1)), Entry)
