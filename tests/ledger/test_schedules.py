@@ -141,7 +141,7 @@ def test_sync_calls_after_close_and_from_the_inside_are_mistakes(tmp_path: Path)
     async def inside() -> None:
         led.get("/a")
 
-    with pytest.raises(Mistake, match="own event loop"):
+    with pytest.raises(Mistake, match="event loop that does the work"):
         led.run(inside())
     led.close()
     with pytest.raises(Mistake, match="closed"):
