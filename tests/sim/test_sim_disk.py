@@ -1,5 +1,6 @@
 """The simulated disk: what befalls processes there, and that all of it does."""
 
+import abc
 import asyncio
 import contextlib
 import errno
@@ -39,8 +40,9 @@ class _Script(Protocol):
         assert isinstance(runtime, Node)
         await self.work(runtime, name)
 
+    @abc.abstractmethod
     async def work(self, node: Node, name: str) -> None:
-        raise NotImplementedError
+        """What each process does."""
 
     def observe(self, batch: Batch) -> None:
         """Nothing is looked at."""

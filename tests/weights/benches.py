@@ -1,5 +1,6 @@
 """Both disks, each with a way to run calls on it, so that one suite can test them."""
 
+import abc
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
@@ -14,17 +15,17 @@ from holdfast.weights.local import LocalDisk
 T = TypeVar("T")
 
 
-class Bench:
+class Bench(abc.ABC):
     """A disk, a folder on it that is there and empty, and an event loop that fits."""
 
     disk: Disk
     root: str
 
+    @abc.abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something to its end."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- not every bench holds something
         """Let go of it."""
 
     def path(self, *names: str) -> str:

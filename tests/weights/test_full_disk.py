@@ -18,7 +18,7 @@ import pytest
 from holdfast import events
 from holdfast.errors import NoRoom, TooLarge, UnknownOutcome
 from holdfast.weights import Publisher, Subscriber
-from holdfast.weights.publisher import Waiting
+from holdfast.weights.room import Waiting
 from weights.children import publish
 from weights.family import House, house, start
 

@@ -31,7 +31,6 @@ from holdfast.errors import (
     Corrupt,
     Fenced,
     Mistake,
-    NoRoom,
     Retriable,
     TooLarge,
     UnknownOutcome,
@@ -52,9 +51,11 @@ from holdfast.weights.manifest import (
     digest,
     encode,
 )
-from holdfast.weights.policy import Hold, Retention
+from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept, Version
+from holdfast.weights.room import make_room
 from holdfast.weights.sweep import Report, Sweeper, clear
+from holdfast.weights.tensors import size
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import (
     STEMS,
@@ -92,14 +93,6 @@ class Published(events.Event, frozen=True, tag="weights.published"):
     version: int
     bytes: int
     seconds: float
-
-
-class Waiting(events.Event, frozen=True, tag="weights.waiting"):
-    """A publisher waits for room because consumers hold the budget."""
-
-    version: int
-    missing_bytes: int
-    consumers: tuple[str, ...]
 
 
 class SweepFailed(events.Event, frozen=True, tag="weights.sweep_failed"):
@@ -188,7 +181,13 @@ class Publisher:
             known = await self._book.lookup(step)
             if known is not None:
                 return _same(known, content)
-            await self._make_room(step, prepared.new_bytes() + _beside(prepared, carried))
+            await make_room(
+                self._sweeper,
+                self._book,
+                self._retention,
+                step,
+                prepared.new_bytes() + _beside(prepared, carried),
+            )
             async with self._draft(ticket) as folder:
                 files_written = await write_shards(self._disk, folder, ticket, prepared)
                 return await self._complete(
@@ -204,7 +203,7 @@ class Publisher:
             if await self._book.lookup(step) is not None:
                 raise Mistake(f"version {step} was published before", version=step)
             ticket = await self._ticket(step, kind)
-            await self._make_room(step, new_bytes)
+            await make_room(self._sweeper, self._book, self._retention, step, new_bytes)
             await self._disk.make(ticket.path)
             faults.point(BEGUN)
             return ticket
@@ -354,7 +353,8 @@ class Publisher:
         """Complete the draft: all of it is on the disk, and is what the manifest says."""
         extra = await write_carried(folder, carried)
         if len(files) > 1:
-            index = shards.index(_shards(files, tensors), sum(file.bytes for file in files))
+            total = sum(size(tensor.dtype, tensor.shape) for tensor in tensors)
+            index = shards.index(_shards(files, tensors), total)
             name = shards.index_file(STEMS[ticket.kind])
             files = [*files, *await write_carried(folder, {name: index})]
         manifest = Manifest(
@@ -420,45 +420,6 @@ class Publisher:
                     ) from None
         raise Conflict(f"{target} was filled by others {PLACES} times: are two trainers running?")
 
-    async def _make_room(self, step: int, new_bytes: int) -> None:
-        """Sweep; wait or fail while consumers hold the budget."""
-        policy = self._retention
-        if policy.max_bytes and new_bytes > policy.max_bytes:
-            raise TooLarge(
-                f"version {step} has {new_bytes} new bytes, the budget of the channel is "
-                f"{policy.max_bytes}: raise max_bytes",
-                version=step,
-            )
-        report = await self._sweeper.sweep(new_bytes)
-        missing = report.missing_bytes
-        if not missing:
-            return
-        if policy.when_full == "wait" and report.holds:
-            events.emit(
-                Waiting(
-                    version=step,
-                    missing_bytes=missing,
-                    consumers=tuple(hold.consumer for hold in report.holds),
-                )
-            )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(policy.wait_s):
-                    report = await self._until_room(new_bytes)
-        if report.missing_bytes:
-            raise NoRoom(
-                f"version {step} needs {new_bytes} bytes, {report.missing_bytes} more than the "
-                f"budget of {policy.max_bytes} has left: {_holders(report.holds)}",
-                version=step,
-            )
-
-    async def _until_room(self, new_bytes: int) -> Report:
-        async with contextlib.aclosing(self._book.changes()) as changes:
-            async for _ in changes:
-                report = await self._sweeper.sweep(new_bytes)
-                if not report.missing_bytes:
-                    return report
-        raise AssertionError("changes go on for ever")
-
 
 def _beside(prepared: Prepared, carried: Mapping[str, bytes]) -> int:
     """At most how much a version needs beside its tensors: headers, index, manifest, marker."""
@@ -476,20 +437,6 @@ def _same(known: Version | Swept, content: str) -> Version | Swept:
             version=known.version,
         )
     return known
-
-
-def _holders(holds: Sequence[Hold]) -> str:
-    if not holds:
-        return "no consumer holds anything: raise max_bytes or keep less"
-    return "; ".join(
-        f"{hold.consumer} holds versions {_numbers(hold.versions)} ({hold.bytes} bytes)"
-        for hold in holds[:10]
-    ) + (f"; and {len(holds) - 10} more" if len(holds) > 10 else "")
-
-
-def _numbers(versions: Sequence[int]) -> str:
-    shown = ", ".join(map(str, versions[:5]))
-    return shown if len(versions) <= 5 else f"{shown} … {versions[-1]}"
 
 
 def _shards(files: Sequence[FileEntry], tensors: Sequence[TensorEntry]) -> list[shards.Shard]:

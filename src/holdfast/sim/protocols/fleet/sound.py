@@ -162,12 +162,13 @@ class FleetProtocol(Protocol):
         taken = int(seat.id.rpartition("-")[2]) in self.taken
         if runtime.rate < 1 or taken:
             return  # it cannot know
-        while version not in self._allowed[self._answered]:
-            self._answered += 1
-            if self._answered == len(self._allowed):
-                raise Violation(
-                    f"{name} answers with {version}, and callers have seen {self._allowed[-1]}"
-                )
+        for later in range(self._answered, len(self._allowed)):
+            if version in self._allowed[later]:
+                self._answered = later
+                return
+        raise Violation(
+            f"{name} answers with {version}, and callers have seen {self._allowed[-1]}"
+        )
 
     def observe(self, batch: Batch) -> None:
         """Take note of what was acknowledged, and look at every new target."""
