@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import Mistake
 
-__all__ = ["RULES", "Rule", "Timeouts", "table"]
+__all__ = ["DEFAULTS", "RULES", "Rule", "Timeouts", "table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,25 @@ RULES: tuple[Rule, ...] = (
         "update_deadline_s",
         "an update reads, writes and tries again after a conflict: one slow call must not end it",
     ),
+    Rule(
+        "consumer_lease_s",
+        "<",
+        "fleet_hold_s",
+        "a round waits for replicas to stop: one that died must be gone before it is given up",
+    ),
+    Rule(
+        "marker_poll_s",
+        "<=",
+        "consumer_lease_s",
+        "without a ledger, whoever waits must look several times within a consumer's lease",
+        factor=3.0,
+    ),
+    Rule(
+        "consumer_lease_s",
+        "<=",
+        "foreign_lease_s",
+        "a consumer that is not ours gives a sign of life only when it loads",
+    ),
 )
 
 
@@ -124,6 +143,18 @@ class Timeouts(BaseModel):
     update_deadline_s: float = _seconds(
         30.0, "How long an update goes on reading and writing again after conflicts."
     )
+    consumer_lease_s: float = _seconds(
+        10.0, "How long a consumer of weights holds versions after its last sign of life."
+    )
+    fleet_hold_s: float = _seconds(
+        30.0, "How long the replicas of a fleet may take to stop serving."
+    )
+    marker_poll_s: float = _seconds(
+        0.5, "How often a channel without a ledger is looked at by whoever waits."
+    )
+    foreign_lease_s: float = _seconds(
+        600.0, "How long a consumer that only writes marker files counts as alive."
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, object]) -> Self:
@@ -151,6 +182,9 @@ class Timeouts(BaseModel):
                 for rule in broken
             ]
             raise Mistake("time-outs out of order: " + "; ".join(lines))
+
+
+DEFAULTS = Timeouts()
 
 
 def table() -> str:

@@ -12,8 +12,9 @@ import click
 from holdfast.errors import Mistake
 from holdfast.sim import protocols
 from holdfast.sim.faults import Table, describe
+from holdfast.sim.pool import Pool
 from holdfast.sim.protocol import Protocol
-from holdfast.sim.runner import Failure, Summary, play, search, shortest
+from holdfast.sim.runner import Failure, Summary, play, shortest
 
 __all__ = ["sim"]
 
@@ -31,6 +32,7 @@ _STORY_LINES = 60
 @click.option(
     "--steps", type=int, help="Steps with faults per schedule (default: the protocol's)."
 )
+@click.option("--jobs", type=click.IntRange(1), help="Processes that play (default: the cores).")
 @click.option("--all", "everything", is_flag=True, help="Every protocol, and every broken one.")
 @click.option("--list", "listing", is_flag=True, help="List the protocols.")
 def sim(
@@ -40,6 +42,7 @@ def sim(
     fresh: bool,
     seed: int | None,
     steps: int | None,
+    jobs: int | None,
     everything: bool,
     listing: bool,
 ) -> None:
@@ -67,7 +70,8 @@ def sim(
         raise Mistake("--all plays everything: leave NAME and --seed out")
     start = _commit_seed() if fresh else (first or 0)
     if everything:
-        _play_all(seeds, start, steps)
+        with Pool(jobs) as pool:
+            _play_all(pool, seeds, start, steps)
         return
     if name is None:
         raise Mistake(f"name a protocol: {', '.join(protocols.names())} (or use --all)")
@@ -75,7 +79,8 @@ def sim(
     if seed is not None:
         _replay(name, make, seed, steps)
         return
-    summary = _play(name, make, range(start, start + seeds), steps)
+    with Pool(jobs) as pool:
+        summary = _play(pool, name, range(start, start + seeds), steps)
     _print_table(summary.table)
     if summary.failure is not None:
         _tell(name, make, summary.failure, steps)
@@ -114,11 +119,11 @@ def _commit_seed() -> int:
     return int(hashlib.sha256(commit.encode()).hexdigest()[:8], 16)
 
 
-def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int | None) -> Summary:
+def _play(pool: Pool, name: str, seeds: range, steps: int | None) -> Summary:
     began = shown = time.monotonic()
     summary: Summary | None = None
     terminal = sys.stderr.isatty()
-    for summary in search(make, seeds, steps=steps):
+    for summary in pool.search(name, seeds, steps=steps):
         if terminal and time.monotonic() - shown > 0.5:
             shown = time.monotonic()
             click.echo(f"\r{name}: {summary.schedules} of {len(seeds)} ", nl=False, err=True)
@@ -136,12 +141,12 @@ def _play(name: str, make: Callable[[], Protocol], seeds: range, steps: int | No
     return summary
 
 
-def _play_all(seeds: int, start: int, steps: int | None) -> None:
+def _play_all(pool: Pool, seeds: int, start: int, steps: int | None) -> None:
     """Every sound protocol must hold, every broken one must be caught."""
     bad: list[str] = []
     for name in protocols.names():
         make = protocols.find(name)
-        summary = _play(name, make, range(start, start + seeds), steps)
+        summary = _play(pool, name, range(start, start + seeds), steps)
         if summary.failure is not None:
             _tell(name, make, summary.failure, steps)
             bad.append(name)
@@ -151,7 +156,7 @@ def _play_all(seeds: int, start: int, steps: int | None) -> None:
         _print_table(summary.table)
         for variant in protocols.broken_names(name):
             # Always the same seeds: whether a mistake is found must not change from day to day.
-            found = _catch(protocols.find(variant), range(1000), steps)
+            found = _catch(pool, variant, range(1000), steps)
             if found is None:
                 click.echo(f"  {variant}: NOT CAUGHT")
                 bad.append(variant)
@@ -162,8 +167,8 @@ def _play_all(seeds: int, start: int, steps: int | None) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _catch(make: Callable[[], Protocol], seeds: range, steps: int | None) -> Failure | None:
-    for summary in search(make, seeds, steps=steps):
+def _catch(pool: Pool, name: str, seeds: range, steps: int | None) -> Failure | None:
+    for summary in pool.search(name, seeds, steps=steps):
         if summary.failure is not None:
             return summary.failure
     return None

@@ -30,6 +30,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Entry, Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
 from holdfast.ledger.records import decode, put
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.fleet_plan import begin, offered
 from holdfast.weights.follower import Follower
 from holdfast.weights.layout import check_name, check_version
@@ -55,7 +56,11 @@ class FleetPolicy(BaseModel):
     )
     least: int = Field(default=1, ge=1, description="Replicas that must have loaded a version.")
     stage_s: float = Field(default=120.0, gt=0, description="How long loading may take.")
-    hold_s: float = Field(default=30.0, gt=0, description="How long stopping may take.")
+    hold_s: float = Field(
+        default=DEFAULTS.fleet_hold_s,
+        gt=0,
+        description="How long stopping may take; more than the lease of a replica.",
+    )
 
 
 class Update(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ import msgspec
 
 from holdfast.errors import Conflict, Fenced, Mistake, NoRoom, Unavailable, UnknownOutcome
 from holdfast.ledger import Runtime
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book, Seat, View
 from holdfast.weights.disk import Disk
 from holdfast.weights.layout import Layout
@@ -67,7 +68,7 @@ from holdfast.weights.records import Consumer, Head, Mark, Swept, Version, Write
 
 __all__ = ["POLL_S", "MarkerBook"]
 
-POLL_S = 0.5
+POLL_S = DEFAULTS.marker_poll_s
 """How often to look for news."""
 ATTEMPTS = 40
 

@@ -30,6 +30,7 @@ import msgspec
 
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.ledger import Record
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Member
 from holdfast.weights.disk import Disk, Folder, Item
 from holdfast.weights.layout import MAX_VERSION, Layout, number
@@ -54,7 +55,7 @@ __all__ = [
 
 HEAD, STATE, HEARTBEAT, LOADED_STEP = "HEAD", "STATE", "HEARTBEAT", "LOADED_STEP"
 
-FOREIGN_LEASE_S = 600.0
+FOREIGN_LEASE_S = DEFAULTS.foreign_lease_s
 """How long a consumer that is not ours counts after it last wrote: it may load for long."""
 
 MAX_MARKER_BYTES = 64 << 10

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.ledger import Record, join
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.policy import Needs
 
 __all__ = [
@@ -139,7 +140,7 @@ class Target(Record, frozen=True, kw_only=True):
     mix: int = 0
     least: int = 1
     stage_s: float = 120.0
-    hold_s: float = 30.0
+    hold_s: float = DEFAULTS.fleet_hold_s
     problem: str = ""
     """Why the last round failed; empty when it did not."""
 

@@ -36,6 +36,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Ledger
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights import foreign
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
@@ -50,7 +51,7 @@ from holdfast.weights.writing import check_files, close_files, open_files
 
 __all__ = ["Subscriber"]
 
-LEASE_S = 10.0
+LEASE_S = DEFAULTS.consumer_lease_s
 _NO_FILE = (
     errno.ENOENT,
     errno.ELOOP,

@@ -1,0 +1,90 @@
+"""Playing schedules on every core, with the same result as one after the other.
+
+Seeds are dealt out in small runs and looked at in their order, so that the failure that is
+reported is the one with the lowest seed, however many processes play.
+"""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+from holdfast import procs
+from holdfast.sim import protocols
+from holdfast.sim.runner import Summary, search
+
+__all__ = ["Pool"]
+
+_LONGEST_RUN = 20
+"""Seeds per run: long enough to be worth a message, short enough to stop soon after a failure."""
+
+
+class Pool:
+    """Processes that play schedules; a context manager. With one job, none are started."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs or len(os.sched_getaffinity(0))
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Pool":
+        if self.jobs > 1:
+            self._executor = ProcessPoolExecutor(
+                self.jobs, get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def search(self, name: str, seeds: range, *, steps: int | None = None) -> Iterator[Summary]:
+        """Play `name` until a schedule breaks it; yields what has been shown, now and then."""
+        if self._executor is None:
+            yield from search(protocols.find(name), seeds, steps=steps)
+            return
+        total: Summary | None = None
+        waiting: deque[Future[Summary]] = deque()
+        runs = iter(_runs(seeds))
+        try:
+            while True:
+                while len(waiting) < 2 * self.jobs and (run := next(runs, None)) is not None:
+                    waiting.append(self._executor.submit(_play, name, run, steps))
+                if not waiting:
+                    return
+                total = _sum(total, waiting.popleft().result())
+                yield total
+                if total.failure is not None:
+                    return
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _runs(seeds: range) -> Iterator[range]:
+    """Short runs first: most broken protocols break at once."""
+    begin = 0
+    while begin < len(seeds):
+        length = 1 + min(begin // 4, _LONGEST_RUN)
+        yield seeds[begin : begin + length]
+        begin += length
+
+
+def _begin(parent_pid: int) -> None:
+    procs.die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+
+
+def _play(name: str, seeds: range, steps: int | None) -> Summary:
+    *_, last = search(protocols.find(name), seeds, steps=steps)
+    return last
+
+
+def _sum(total: Summary | None, more: Summary) -> Summary:
+    if total is None:
+        return more
+    total.table.add(more.table)
+    return Summary(
+        total.schedules + more.schedules, total.table.steps.total(), total.table, more.failure
+    )
