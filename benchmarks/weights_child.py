@@ -23,7 +23,7 @@ from holdfast import ledger
 from holdfast.weights import Pin, Subscriber
 from holdfast.weights.layout import Layout
 from holdfast.weights.replica import ModuleEngine, Replica
-from holdfast.weights.sync import SyncSubscriber, open_subscriber
+from holdfast.weights.sync import SyncPin, SyncSubscriber, open_subscriber
 
 CHANNEL = "policy"
 State = Mapping[str, torch.Tensor]
@@ -42,7 +42,7 @@ def bare_load(paths: list[Path], target: State) -> None:
                 target[name].copy_(tensor)
 
 
-def places(pin: Pin) -> dict[str, torch.Tensor]:
+def places(pin: Pin | SyncPin) -> dict[str, torch.Tensor]:
     """Tensors that a version fits into, with memory behind them."""
     return {name: torch.ones_like(tensor) for name, tensor in pin.state_dict().items()}
 

@@ -428,6 +428,28 @@ def test_a_bad_plan_in_the_environment_is_one_mistake(tmp_path: Path) -> None:
     assert "Mistake: fault clause 'test.here:explode': 'explode' is not one of" in log.read_text()
 
 
+def test_a_point_that_nobody_has_is_told(tmp_path: Path) -> None:
+    """A misspelt plan does nothing: that must not look like a plan that was survived."""
+    log = tmp_path / "out"
+    plan = "weights.publish.markd:kill;weights.publish.marked:kill@9;test.here:kill"
+    with spawn(
+        [sys.executable, "-c", "import holdfast.faults"],
+        env={"PYTHONPATH": SRC, "HOLDFAST_FAULTS": plan},
+        log=log,
+    ) as child:
+        assert child.process.wait(20) == 0
+    first, second = log.read_text().splitlines()
+    assert first.endswith(
+        "no fault point weights.publish.markd: did you mean weights.publish.marked?"
+    )
+    assert "no fault point test.here" in second
+
+
+def test_every_point_is_found_in_the_text() -> None:
+    """What is warned of is what the catalogue does not have, whatever was imported."""
+    assert set(faults._declared_in(holdfast)) == set(faults.catalogue().points) - {HERE, THERE}
+
+
 def test_a_forked_child_counts_for_itself() -> None:
     """Hits of the parent do not count in the child."""
     faults.arm("test.here:kill@2")

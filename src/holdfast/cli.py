@@ -28,7 +28,9 @@ _COMMANDS = {
     "doctor": ("holdfast.doctor", "doctor", "Check this machine and a configuration."),
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
+    "queue": ("holdfast.transfer.commands", "queue", "Look into a queue of samples."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
+    "transfer": ("holdfast.transfer.commands", "transfer", "Look into a store of values."),
     "weights": (
         "holdfast.weights.commands",
         "weights",

@@ -49,9 +49,9 @@ _SHM = Path("/dev/shm")  # noqa: S108 -- not a temporary file: the file system i
 # Extra -> the modules that it brings.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "etcd": ("aiohttp",),
-    "redis": ("redis",),
     "mooncake": ("mooncake",),
     "train": ("torch", "safetensors", "transformers"),
+    "transfer": ("numpy", "xxhash"),
     "views": ("rich",),
     "vllm": ("aiohttp",),
     "weights": ("numpy", "xxhash"),

@@ -9,6 +9,7 @@ HOLDFAST_FAULTS, which is read when this module is imported:
 
     weights.publish.after_rename:kill@3;ledger.txn:delay=0.5@1+
 
+A name in it that Holdfast does not have is told on stderr.
 A clause is `point:action`, then `@n` for exactly the n-th hit (the first, if not said) or
 `@n+` for every hit from the n-th on. Actions: `kill` (SIGKILL to this process), `stop`
 (SIGSTOP), `delay=SECONDS`, `raise=NAME` (a class of `holdfast.errors`, or an error of the
@@ -21,6 +22,7 @@ HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows.
 """
 
 import asyncio
+import contextlib
 import difflib
 import errno
 import importlib
@@ -29,9 +31,11 @@ import os
 import pkgutil
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Literal, cast, get_args
 
@@ -52,6 +56,7 @@ MAX_HIT = 10**9
 
 Action = Literal["kill", "stop", "delay", "raise"]
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+_DECLARED = re.compile(r'^\w+ = (?:\w+\.)?declare\(\s*"([a-z0-9_.]+)"', re.MULTILINE)
 _CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})(\+?))?")
 
 
@@ -319,6 +324,29 @@ def _import_all(package: ModuleType, skipped: dict[str, str]) -> None:
             _import_all(module, skipped)
 
 
+def _warn(plan: Plan) -> None:
+    """Say on stderr which points of a plan Holdfast does not have: nothing would happen.
+
+    Points are declared when their modules are imported, which none is yet: so they are looked
+    for in the text of the modules. Code that is not ours may declare others.
+    """
+    known = set(_declared_in(holdfast))
+    for name in dict.fromkeys(clause.point for clause in plan.clauses):
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`holdfast faults` lists them."
+            sys.stderr.write(
+                f"holdfast: {PLAN_VARIABLE}: Holdfast has no fault point {name}: {hint}\n"
+            )
+
+
+def _declared_in(package: ModuleType) -> Iterator[str]:
+    for folder in package.__path__:
+        for path in Path(folder).rglob("*.py"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                yield from _DECLARED.findall(path.read_text())
+
+
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise Mistake(f"a fault point is named like 'weights.publish.after_rename', not {name!r}")
@@ -333,3 +361,4 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 if os.environ.get(PLAN_VARIABLE):
     arm(os.environ[PLAN_VARIABLE])
+    _warn(parse(os.environ[PLAN_VARIABLE]))

@@ -40,6 +40,8 @@ MAX_S = 86_400.0
 _NAMED_KEYS = 10
 _REASON_CHARS = 200
 
+_NOTHING: Any = object()
+
 T = TypeVar("T")
 On = type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool]
 Verdict = Literal[
@@ -375,8 +377,11 @@ class _Batch(Generic[T]):
                 f"the answer has keys nobody asked for: {_names(sorted(map(str, extra)))}"
             )
         for key in self.pending:
-            missing = errors.Unavailable(f"the answer says nothing about {_brief(key)}", key=key)
-            outcome = answer.get(key, missing)
+            outcome = answer.get(key, _NOTHING)
+            if outcome is _NOTHING:
+                outcome = errors.Unavailable(
+                    f"the answer says nothing about {_brief(key)}", key=key
+                )
             if isinstance(outcome, Exception):
                 self._failures[key] = outcome
             elif isinstance(outcome, BaseException):

@@ -1,4 +1,4 @@
-"""Real etcd and Redis servers, started and broken on purpose. For tests and chaos.
+"""Real etcd, Redis and Mooncake servers, started and broken on purpose. For tests and chaos.
 
 Invariants: a server dies with the thread that started it (`procs.spawn`); it listens on
 loopback only; `start` and `restart` return when it really answers; data survives `kill`
@@ -9,6 +9,7 @@ killed server finds its port free again.
 """
 
 import base64
+import contextlib
 import http.client
 import json
 import random
@@ -18,7 +19,7 @@ import socket
 import ssl
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,16 @@ import msgspec
 from holdfast.errors import MissingPackage, Mistake, NoRoom
 from holdfast.procs import Child, spawn
 
-__all__ = ["EtcdCluster", "EtcdServer", "EtcdTls", "RedisServer", "Server", "find_program"]
+__all__ = [
+    "EtcdCluster",
+    "EtcdServer",
+    "EtcdTls",
+    "MooncakeHolder",
+    "MooncakeServer",
+    "RedisServer",
+    "Server",
+    "find_program",
+]
 
 HOST = "127.0.0.1"
 READY_S = 30.0
@@ -89,12 +99,16 @@ class Server(ABC):
     @abstractmethod
     def _argv(self) -> list[str]: ...
 
+    def _env(self) -> Mapping[str, str]:
+        return {}
+
     def start(self, *, wait: bool = True) -> Self:
         """Start it; unless told otherwise, return when it answers."""
         if self.child is not None:
             raise Mistake(f"{self.name} runs already")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.child = spawn(self._argv(), name=self.name, log=self.folder / f"{self.name}.log")
+        log = self.folder / f"{self.name}.log"
+        self.child = spawn(self._argv(), name=self.name, env=self._env(), log=log)
         if wait:
             try:
                 self.wait_ready()
@@ -295,3 +309,90 @@ class RedisServer(Server):
                 return sock.recv(64).startswith(b"+PONG")
         except OSError:
             return False
+
+
+class MooncakeServer(Server):
+    """A Mooncake master with its metadata server. It keeps no data: see `MooncakeHolder`.
+
+    What clients have put is known to this process only: after `kill` it is gone.
+    """
+
+    def __init__(self, folder: Path, *, name: str = "mooncake", args: Sequence[str] = ()) -> None:
+        self._program = find_program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
+        port, self.metadata_port, self.admin_port = server_ports(3)
+        super().__init__(name, folder, port)
+        self._args = tuple(args)
+
+    @property
+    def metadata(self) -> str:
+        """Where its clients find each other."""
+        return f"http://{HOST}:{self.metadata_port}/metadata"
+
+    @property
+    def url(self) -> str:
+        """Its address as `holdfast.transfer.connect` takes it; more options may be added."""
+        admin = f"{HOST}:{self.admin_port}"
+        return f"mooncake://{HOST}:{self.port}?metadata={self.metadata}&admin={admin}"
+
+    def _argv(self) -> list[str]:
+        argv = [self._program, f"--rpc_address={HOST}", f"--rpc_port={self.port}"]
+        argv += ["--enable_http_metadata_server=true", f"--http_metadata_server_host={HOST}"]
+        argv += [f"--http_metadata_server_port={self.metadata_port}"]
+        argv += [f"--metrics_port={self.admin_port}", "--logtostderr"]
+        # What was put stays until it is deleted: this is a store, not a cache.
+        argv += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
+        return [*argv, *self._args]
+
+    def ready(self) -> bool:
+        """Whether master and metadata server answer."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            self.segments()
+            _ask_http(self.metadata_port, "/metadata?key=none")
+            with socket.create_connection(self.endpoint, timeout=_ASK_S):
+                return True
+        return False
+
+    def segments(self) -> list[str]:
+        """The pieces of memory that its clients have given it, by name."""
+        return _ask_http(self.admin_port, "/get_all_segments").split()
+
+
+class MooncakeHolder(Server):
+    """A process that lends its memory to a Mooncake master. Killed, what it held is lost."""
+
+    def __init__(
+        self, folder: Path, master: MooncakeServer, *, nbytes: int, name: str = "holder"
+    ) -> None:
+        self._program = find_program("mooncake_client", "PyPI's mooncake-transfer-engine-non-cuda")
+        super().__init__(name, folder, server_ports(1)[0])
+        self._master = master
+        self._nbytes = nbytes
+        self._before: frozenset[str] = frozenset()
+        self.segment = ""
+        """What the master calls its memory."""
+
+    def _argv(self) -> list[str]:
+        self._before = frozenset(self._master.segments())
+        argv = [self._program, f"--host={HOST}", f"--port={self.port}"]
+        argv += [f"--global_segment_size={self._nbytes}B", "--protocol=tcp", "--logtostderr"]
+        argv += [f"--master_server_address={self._master.host}:{self._master.port}"]
+        return [*argv, f"--metadata_server={self._master.metadata}"]
+
+    def _env(self) -> Mapping[str, str]:
+        return {"MC_TCP_BIND_ADDRESS": HOST, "MC_LOG_LEVEL": "WARNING"}
+
+    def ready(self) -> bool:
+        """Whether the master knows of its memory."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            new = frozenset(self._master.segments()) - self._before
+            self.segment = next(iter(new), "")
+        return bool(self.segment)
+
+
+def _ask_http(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection(HOST, port, timeout=_ASK_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode(errors="replace")
+    finally:
+        connection.close()

@@ -6,25 +6,18 @@ revisions as they come, and ends the leases it began.
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.ledger import Lease, Ledger
-from holdfast.servers import EtcdServer
 
 Opener = Callable[[], Awaitable[Ledger]]
 Granter = Callable[[float], Awaitable[Lease]]
 
 pytest.register_assert_rewrite("ledger.conformance")
-
-
-@pytest.fixture(scope="session")
-def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield f"etcd://{server.host}:{server.port}"
 
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.procs import Child, free_ports, spawn
+from holdfast.procs import Child, spawn
+from holdfast.servers import server_ports
 
 # Without vLLM this folder has no tests. The other files import what is not there then.
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
@@ -31,37 +32,57 @@ _LOG_CHARS = 20_000
 _SHOWN: pytest.StashKey[tuple[Path, int]] = pytest.StashKey()
 
 
-class VllmProcess:
-    """A vLLM server on loopback that can be started again when its engine has died."""
+def command(model: Path, port: int, dtype: str) -> list[str]:
+    """What starts a vLLM server on loopback."""
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", str(model), "--served-model-name", MODEL, "--max-model-len=256"]
+    argv += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", f"--dtype={dtype}"]
+    # Answers that name the version of every token.
+    return [*argv, "--enable-scale-out"]
 
-    def __init__(self, model: Path, log: Path) -> None:
-        self.model = model
+
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""What it needs in its environment."""
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""What spares it processes, and half of the time that it takes to start."""
+
+
+class VllmProcess:
+    """A vLLM server, always at the same address, that can be started again when it has died."""
+
+    def __init__(
+        self, model: Path, log: Path, *, dtype: str = "float32", env: dict[str, str] | None = None
+    ) -> None:
         self.log = log
         self.child: Child | None = None
-        self.url = ""
+        port = server_ports(1)[0]
+        self.url = f"http://127.0.0.1:{port}"
+        self.argv = command(model, port, dtype)
+        self.env = {**ENVIRONMENT, **(env or {})}
 
     def start(self) -> None:
         """Start it unless it answers, and wait until it does."""
         if self.child is not None and self.child.alive() and self.healthy():
             return
         self.stop()
-        port = free_ports(1)[0]
-        self.url = f"http://127.0.0.1:{port}"
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(self.model), "--served-model-name", MODEL, "--max-model-len=256"]
-        argv += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--dtype=float32"]
-        # Answers that name the version of every token.
-        argv += ["--enable-scale-out"]
-        env = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.child = spawn(argv, name="vLLM", env=env, log=self.log)
+        self.launch()
+        assert self.child is not None
         self.child.wait_until(self.healthy, START_S)
+
+    def launch(self) -> None:
+        """Start it, and do not wait."""
+        self.child = spawn(self.argv, name="vLLM", env=self.env, log=self.log)
+
+    def asked(self, path: str) -> int:
+        """How often a path was asked for, by the server's own log."""
+        return self.log.read_text(errors="replace").count(f"POST {path} ")
 
     def healthy(self) -> bool:
         """Whether it answers and its engine runs."""

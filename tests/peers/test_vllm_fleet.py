@@ -7,6 +7,8 @@ with whatever the last test left in it. It runs in bfloat16, so that its checker
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,14 +23,18 @@ from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,u
 from holdfast import ledger as ledgers
 from holdfast.errors import Unavailable
 from holdfast.ledger import Ledger
-from holdfast.procs import free_ports, spawn
+from holdfast.procs import spawn
+from holdfast.servers import server_ports
 from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
+from holdfast.weights.replica import Replica
+from holdfast.weights.subscriber import Subscriber
 from holdfast.weights.vllm import VllmServer, expected
 from holdfast.weights.vllm_engine import HEALING, LOADING, VllmEngine, serve_vllm
-from peers.conftest import MODEL, START_S, VllmProcess
+from holdfast.weights.vllm_process import ServerProcess
+from peers.conftest import ENVIRONMENT, MODEL, ONE_PROCESS, START_S, VllmProcess, command
 from peers.tiny_model import make_model
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -42,39 +48,6 @@ DTYPE = torch.bfloat16
 
 Weights = dict[str, torch.Tensor]
 Answer = tuple[tuple[str, ...], tuple[int, ...]]
-
-
-class Bfloat(VllmProcess):
-    """Always at the same address, as a server is that somebody starts again."""
-
-    def start(self) -> None:
-        """Start it with the weights that no version has, and wait until it answers."""
-        self.launch()
-        assert self.child is not None
-        self.child.wait_until(self.healthy, START_S)
-
-    def launch(self) -> None:
-        port = int(self.url.rpartition(":")[2]) if self.url else free_ports(1)[0]
-        self.url = f"http://127.0.0.1:{port}"
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(self.model), "--served-model-name", MODEL, "--max-model-len=256"]
-        argv += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--dtype=bfloat16"]
-        argv += ["--enable-scale-out"]
-        env = {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-            # One process less to start, which is what most of the time goes into.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        self.child = spawn(argv, name="vLLM", env=env, log=self.log)
-
-    def asked(self, path: str) -> int:
-        """How often a path was asked for, by the server's own log."""
-        return self.log.read_text(errors="replace").count(f"POST {path} ")
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +67,9 @@ def weights(folders: dict[int, Path]) -> dict[int, Weights]:
 @pytest.fixture(scope="module")
 def process(
     folders: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bfloat]:
-    process = Bfloat(folders[STARTUP], tmp_path_factory.mktemp("fleet") / "vllm.log")
+) -> Iterator[VllmProcess]:
+    log = tmp_path_factory.mktemp("fleet") / "vllm.log"
+    process = VllmProcess(folders[STARTUP], log, dtype="bfloat16", env=ONE_PROCESS)
     process.start()
     yield process
     process.stop()
@@ -109,7 +83,7 @@ class Bench:
         root: Path,
         ledger: Ledger,
         publisher: Publisher,
-        process: Bfloat,
+        process: VllmProcess,
         server: VllmServer,
         carried: dict[str, bytes | str | Path],
         weights: dict[int, Weights],
@@ -153,7 +127,7 @@ class Bench:
 
 @pytest.fixture
 async def bench(
-    tmp_path: Path, process: Bfloat, folders: dict[int, Path], weights: dict[int, Weights]
+    tmp_path: Path, process: VllmProcess, folders: dict[int, Path], weights: dict[int, Weights]
 ) -> AsyncIterator[Bench]:
     carried: dict[str, bytes | str | Path] = {
         file.name: file
@@ -514,9 +488,10 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         await bench.server.pause()
         await answers(bench, 1)  # waits until it is resumed
 
+        losses = engine.losses
         await bench.server.pause()
         await bench.server.set_version(3)
-        await asyncio.wait_for(engine.lost.wait(), 30)
+        await asyncio.wait_for(engine.lost(losses), 30)
         assert "loaded by others" in engine.problem
         await offered(fleet, bench)
 
@@ -556,6 +531,107 @@ async def test_a_server_that_was_started_again(bench: Bench) -> None:
         await bench.right(1)
 
 
+async def test_a_replica_alone_withdraws_a_lost_server(bench: Bench) -> None:
+    """Without `serve_vllm` too, a server that is killed is not offered any more; started again
+    it is loaded, checked and offered, by the same replica."""
+    url = bench.process.url
+    async with (
+        bench.fleet() as fleet,
+        VllmEngine(url) as engine,
+        Subscriber(
+            bench.root,
+            bench.ledger,
+            "policy",
+            "alone",
+            needs="latest",
+            address=url,
+            lease_s=LEASE_S,
+        ) as subscriber,
+        Replica(subscriber, engine) as replica,
+    ):
+        await bench.publish(1)
+        await fleet.update(1)
+        await offered(fleet, bench)
+        await answers(bench, 1)
+        assert bench.process.child is not None
+        await asyncio.to_thread(bench.process.child.kill_group)
+
+        async def gone() -> bool:
+            return await fleet.addresses() == []
+
+        await until(gone, "the server is not offered any more", 30)
+        assert (subscriber.acknowledged, replica.serving()) == (None, None)
+        bench.process.launch()  # from this thread: children end with the thread that made them
+        await until(lambda: _serves(fleet, bench, 1), "it is offered again", START_S)
+        await answers(bench, 1)
+        await bench.right(1)
+
+
+async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_path: Path) -> None:
+    """A server that we start: when its first process is killed the others end with it, and the
+    next one is loaded and offered; it ends with us."""
+    port = server_ports(1)[0]
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path / "own.log"
+    argv = command(folders[STARTUP], port, "bfloat16")
+    process = ServerProcess(argv, env=ENVIRONMENT, log=log)
+
+    async def there() -> bool:
+        assert not task.done(), task
+        return await fleet.addresses(1) == [url]
+
+    async def nowhere() -> bool:
+        return await fleet.addresses(1) == []
+
+    work = serve_vllm(
+        bench.root, bench.ledger, "policy", "own", url, lease_s=LEASE_S, process=process
+    )
+    async with bench.fleet() as fleet, VllmServer(url, call_s=60) as server:
+        await bench.publish(1)
+        task = asyncio.create_task(work)
+        try:
+            await until(server.healthy, "it answers", START_S)
+            await fleet.update(1)
+            await until(there, "it is offered")
+            first = group_of(f"--port={port}")
+            assert {"VLLM::EngineCore", "VLLM::Worker"} <= {*first.values()}, first
+            [head] = [pid for pid, words in first.items() if words.startswith(" ".join(argv))]
+            os.kill(head, signal.SIGKILL)
+            await until(nowhere, "it is not offered any more", 30)
+            await until(lambda: _ended(first), "all of it has ended", 30)
+            await until(there, "it is offered again", START_S)
+            assert (await ask(url))[0] == ("1",)
+        finally:
+            last = group_of(f"--port={port}")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: _ended(last), "it ends with us", 30)
+
+
+def group_of(word: str) -> dict[int, str]:
+    """The processes, by pid, of the group whose leader has this word on its command line."""
+    names: dict[int, str] = {}
+    groups: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            if stat[0] not in "ZX":
+                names[int(folder.name)], groups[int(folder.name)] = words, int(stat[2])
+    leaders = [pid for pid, words in names.items() if word in words and groups[pid] == pid]
+    return {pid: words for pid, words in names.items() if groups[pid] in leaders}
+
+
+async def _ended(group: dict[int, str]) -> bool:
+    return not any(_runs(pid) for pid in group)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
 # Last, because the server is lost afterwards.
 async def test_a_server_beyond_healing(bench: Bench) -> None:
     """Where the one good load after a failed one fails as well, the server is never resumed:
@@ -568,10 +644,10 @@ async def test_a_server_beyond_healing(bench: Bench) -> None:
             await fleet.update(1)
             await offered(fleet, bench)
             await answers(bench, 1)
-            resumes = bench.process.asked("/resume")
+            resumes, losses = bench.process.asked("/resume"), engine.losses
             await bench.publish(2)
             second = asyncio.create_task(fleet.update(2))
-            await asyncio.wait_for(engine.lost.wait(), 60)
+            await asyncio.wait_for(engine.lost(losses), 60)
             assert "restart it" in engine.problem
 
             async def gone() -> bool:
@@ -583,7 +659,7 @@ async def test_a_server_beyond_healing(bench: Bench) -> None:
         loads = bench.process.asked("/collective_rpc")
         other = VllmEngine(bench.process.url)
         async with bench.serving(other):
-            await asyncio.wait_for(other.lost.wait(), 60)
+            await asyncio.wait_for(other.lost(0), 60)
             assert "restart it" in other.problem
             assert await fleet.addresses() == []
         assert await bench.server.version() == HEALING

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from holdfast import ledger, procs
 from holdfast.cli import main
@@ -173,7 +174,7 @@ def test_ls_tells_who_pins_serves_and_shares(place: Place) -> None:
 
 
 def test_ls_tells_states_apart(place: Place) -> None:
-    """Damaged, missing, left over, not ours, being written: each is called by its name."""
+    """Damaged, missing, left over, not ours, unfinished: each is called by its name."""
     folder = place.root / "policy"
     shutil.rmtree(folder / "step_1")
     with (folder / "step_2" / "config.json").open("ab") as file:
@@ -195,8 +196,8 @@ def test_ls_tells_states_apart(place: Place) -> None:
         5: "foreign",
         6: "leftover",
         8: "published",
-        9: "being written",
-        10: "being written",
+        9: "unfinished",
+        10: "unfinished",
     }
     assert [one["path"] for one in _only(rows, "leftover")] == [
         ".holdfast/drafts/e1-4-bb",
@@ -338,6 +339,47 @@ def test_sweep_refuses_a_book_that_is_not_this_folders(place: Place, tmp_path: P
     assert staged.exists()
     assert len(list((place.root / "policy").glob("step_*"))) == 4
     assert "change --ledger" in _run("weights", "sweep", place.path, "--ledger", "none", code=2)
+
+
+async def _one_reads(root: Path, number: int, done: Callable[[], None]) -> None:
+    subscriber = Subscriber(root, None, "other", "r0", needs="latest")
+    async with subscriber as reader, reader.pin(number):
+        await asyncio.to_thread(done)
+
+
+def _foreign(root: Path, count: int) -> str:
+    """Versions of a trainer that is not ours, and one reader that was there once."""
+    for step in range(count):
+        folder = root / "other" / f"step_{step}"
+        folder.mkdir(parents=True)
+        safetensors.numpy.save_file({"a": np.ones(3)}, folder / "model.safetensors")
+        (folder / "STABLE").touch()
+    asyncio.run(_one_reads(root, 0, lambda: None))
+    return str(root / "other")
+
+
+def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
+    """They stay, unless --foreign says so; then what is pinned stays, and the newest. With a
+    ledger there is nothing to say."""
+    path = _foreign(place.root, 5)
+    words = ("weights", "sweep", path, "--ledger", "none", "--keep-last", "1")
+    assert _rows(*words)[0]["deleted"] == []
+    told = _rows(*words, "--foreign", "--dry-run")[0]["deleted"]
+    assert told == [0, 1, 2, 3]
+    assert len(list(Path(path).glob("step_*"))) == 5
+
+    def sweep() -> None:
+        assert _rows(*words, "--foreign")[0]["deleted"] == [0, 1, 3]
+
+    asyncio.run(_one_reads(place.root, 2, sweep))
+    assert sorted(one.name for one in Path(path).glob("step_*")) == ["step_2", "step_4"]
+    assert "leave --foreign out" in _run("weights", "sweep", place.path, "--foreign", code=2)
+
+
+def test_a_dry_run_leaves_versions_of_others_too(tmp_path: Path) -> None:
+    """Without --foreign a dry run tells what the real one does: nothing goes."""
+    words = ("weights", "sweep", _foreign(tmp_path, 3), "--ledger", "none", "--keep-last", "1")
+    assert _rows(*words, "--dry-run")[0]["deleted"] == []
 
 
 # ---- watch -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, Mistake, TooLarge, TooNew
+from holdfast.tensors import Source, sources
 from holdfast.weights import manifest as module
 from holdfast.weights.manifest import (
     MANIFEST,
@@ -31,7 +32,6 @@ from holdfast.weights.manifest import (
 )
 from holdfast.weights.shards import index, plan
 from holdfast.weights.stfile import chunks
-from holdfast.weights.tensors import Source, sources
 
 ARRAYS = {
     f"layers.{layer}.{kind}": np.full(8, layer, np.float32)

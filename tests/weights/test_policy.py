@@ -87,7 +87,7 @@ def test_who_holds_what() -> None:
     """The error of a full channel names consumers and bytes, the largest first."""
     there = versions(1, 2, 3, 4)
     told = [Acknowledgement("slow", 1, "every", 1), Acknowledgement("quick", 3, "every", 3)]
-    found = holds(there, [Pin("reader", 2)], told, Retention(keep_last=1), 0.0)
+    found = holds(there, [Pin("reader", 2)], told, 0.0)
     assert [(hold.consumer, hold.versions, hold.bytes) for hold in found] == [
         ("slow", (1, 2, 3), 30),
         ("quick", (3,), 10),

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Mistake
+from holdfast.tensors import Source, size, sources
 from holdfast.weights.shards import Shard, index, index_file, part_file, plan
 from holdfast.weights.stfile import chunks
-from holdfast.weights.tensors import Source, size, sources
 
 MB = 1 << 20
 

@@ -14,14 +14,15 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, Mistake, TooLarge
+from holdfast.tensors import DTYPES, Source, as_numpy, as_torch, size, sources
 from holdfast.weights.stfile import Span, chunks, header, parse
-from holdfast.weights.tensors import DTYPES, Source, as_numpy, as_torch, size, sources
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
     lambda name: name != "__metadata__"
 )
 DESCRIPTIONS = st.tuples(
-    st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 3), max_size=3).map(tuple)
+    st.sampled_from(sorted(DTYPES.keys() - {"C128"})),  # the library does not have that one
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
 )
 MODELS = st.dictionaries(NAMES, DESCRIPTIONS, max_size=6)
 

@@ -32,9 +32,9 @@ def test_a_training_loop_and_a_replica(tmp_path: Path, url: str | None) -> None:
             assert subscriber.wait_newer(step - 1 if step else None, 10).version == step
             with subscriber.pin() as pin:
                 pin.load_into(replica.state_dict())
-                staged = Path(subscriber.stage(pin))
+                staged = Path(pin.stage())
                 assert (staged / "config.json").read_bytes() == b"{}"
-                subscriber.check(pin)
+                pin.check()
                 subscriber.acknowledge(pin.number)
             assert not staged.exists()
             assert torch.equal(replica.weight, model.weight)

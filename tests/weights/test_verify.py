@@ -12,13 +12,13 @@ import pytest
 from holdfast import ledger
 from holdfast.errors import Corrupt, Gone, NotFound
 from holdfast.ledger import Ledger
+from holdfast.tensors import sources
 from holdfast.weights import Publisher, Retention, Subscriber, write_part
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import OpenFile
 from holdfast.weights.local import LocalDisk, LocalFolder
 from holdfast.weights.manifest import MANIFEST
 from holdfast.weights.stfile import chunks
-from holdfast.weights.tensors import sources
 from holdfast.weights.verify import Finding, verify
 
 SHARD = "model.safetensors"

@@ -8,7 +8,8 @@ long), so a schedule can be replayed, and made shorter by leaving faults out.
 Each seed draws its own mix ("swarm"): which kinds are on and how often they fire. Some
 bugs only show when other faults keep out of the way. Besides, each seed has one pair of
 fault and step that it insists on, all pairs in turn, so that rare steps are not left out.
-A protocol without a disk has no steps there, and none of the disk's faults.
+A protocol without a disk has no steps there, and none of the disk's faults; the same goes
+for a store of values.
 """
 
 import random
@@ -17,14 +18,26 @@ from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
-__all__ = ["APPLIES", "CALLS", "DISK", "PAIRS", "Fault", "Swarm", "Table", "describe", "pairs"]
+__all__ = [
+    "APPLIES",
+    "CALLS",
+    "DISK",
+    "PAIRS",
+    "STORE",
+    "Fault",
+    "Swarm",
+    "Table",
+    "describe",
+    "pairs",
+]
 
 CALLS = ("get", "range", "txn", "grant", "keep_alive", "revoke")
 SENT = tuple(f"{call}.sent" for call in CALLS)
 ANSWERED = tuple(f"{call}.answered" for call in CALLS)
 DISK = ("disk.read", "disk.write", "disk.name", "disk.sync")
+STORE = ("store.sent", "store.answered")
 ANYWHERE = ("start", "timer", "watch.event", *SENT, *ANSWERED)
-EVERYWHERE = (*ANYWHERE, *DISK)
+EVERYWHERE = (*ANYWHERE, *DISK, *STORE)
 
 HOLDING = tuple(
     step for step in EVERYWHERE if step not in ("start", "grant.sent") and "revoke" not in step
@@ -41,10 +54,10 @@ APPLIES: dict[str, tuple[str, ...]] = {
     "outage": ANYWHERE,  # nobody reaches the ledger for a while
     "compact": ANYWHERE,  # the ledger forgets its history; watches that lag must read again
     "skew": ("start",),  # the process's clock is off and runs at another speed
-    "lose_call": SENT,  # the call never arrives
-    "lose_answer": SENT,  # the call takes effect, the answer is lost
-    "late": SENT,  # the call takes effect long after the caller has given up on it
-    "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent"),  # the call arrives twice
+    "lose_call": (*SENT, "store.sent"),  # the call never arrives
+    "lose_answer": (*SENT, "store.sent"),  # the call takes effect, the answer is lost
+    "late": (*SENT, "store.sent"),  # it takes effect long after the caller has given up on it
+    "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent", "store.sent"),  # it arrives twice
     "lag": ("watch.event",),  # the event arrives much later
     "full": ("disk.write",),  # the disk has no room for a while
     "power": ("timer", "txn.sent", "txn.answered", *DISK),  # everybody dies; see `files.py`
@@ -54,12 +67,17 @@ PAIRS = tuple((kind, step) for kind, steps in APPLIES.items() for step in steps)
 """Every fault at every step that it applies to."""
 
 
-def pairs(*, disk: bool, never: Set[tuple[str, str]] = frozenset()) -> tuple[tuple[str, str], ...]:
-    """The pairs of fault and step that can meet in a protocol, with a disk or without."""
+def pairs(
+    *, disk: bool, store: bool = False, never: Set[tuple[str, str]] = frozenset()
+) -> tuple[tuple[str, str], ...]:
+    """The pairs of fault and step that can meet in a protocol, with a disk, a store or neither."""
+    left_out = (*(() if disk else DISK), *(() if store else STORE))
     return tuple(
         (kind, step)
         for kind, step in PAIRS
-        if (disk or not (kind in ("full", "power") or step in DISK)) and (kind, step) not in never
+        if step not in left_out
+        and (disk or kind not in ("full", "power"))
+        and (kind, step) not in never
     )
 
 

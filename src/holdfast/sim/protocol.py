@@ -6,7 +6,7 @@ after every step); they raise `Violation`.
 
 A protocol with `disk = True` works on files too: `runtime.disk` of its processes (the
 runtime is a `holdfast.sim.world.Node`) is the disk as each of them reaches it, `files` is
-what is really there.
+what is really there. With `store = True` there is a store of values: `runtime.values`.
 """
 
 import abc
@@ -15,6 +15,7 @@ from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.ledger.runtime import Runtime
 from holdfast.sim.files import SimFiles
+from holdfast.transfer.memory import MemoryBackend
 
 __all__ = ["Protocol", "Violation"]
 
@@ -32,6 +33,8 @@ class Protocol(abc.ABC):
     """After how many steps of all processes the faults end, unless the caller says otherwise."""
     disk: bool = False
     """Whether they use the disk: then power may be lost, and everything befalls them there."""
+    store: bool = False
+    """Whether they put values into a store: then calls to it are lost, late and repeated, too."""
     disk_bytes: int | None = None
     """How much fits on the disk; None: anything, as long as no fault fills it."""
     never: frozenset[tuple[str, str]] = frozenset()
@@ -42,6 +45,8 @@ class Protocol(abc.ABC):
     """Leases that a fault has ended while their owners believe in them. Set by the world."""
     files: SimFiles
     """The files as they really are, for invariants only. Set by the world."""
+    values: MemoryBackend
+    """The store's values as they really are, for invariants only. Set by the world."""
 
     @abc.abstractmethod
     async def run(self, runtime: Runtime, name: str) -> None:

@@ -19,10 +19,12 @@ from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.sim.client import SimLedger
 from holdfast.sim.disk import SimDisk
-from holdfast.sim.faults import APPLIES, Fault, Swarm, Table, describe, pairs
+from holdfast.sim.faults import APPLIES, STORE, Fault, Swarm, Table, describe, pairs
 from holdfast.sim.files import SimFiles
 from holdfast.sim.loop import OWNER, Owner, VirtualLoop
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.store import SimStore
+from holdfast.transfer.memory import MemoryBackend
 
 __all__ = ["Node", "World"]
 
@@ -77,6 +79,11 @@ class Node(Owner):
         """The disk as this process reaches it."""
         return SimDisk(self)
 
+    @functools.cached_property
+    def values(self) -> SimStore:
+        """The store of values as this process reaches it."""
+        return SimStore(self)
+
     # ---- the Runtime of its shells -------------------------------------------
 
     def now(self) -> float:
@@ -113,7 +120,8 @@ class World:
         protocol.taken = set()
         self.files = SimFiles(self.loop.time, protocol.disk_bytes)
         protocol.files = self.files
-        possible = pairs(disk=protocol.disk, never=protocol.never)
+        self.values = protocol.values = MemoryBackend()
+        possible = pairs(disk=protocol.disk, store=protocol.store, never=protocol.never)
         self.table = Table(possible)
         self.fired: list[Fault] = []
         self.story: list[tuple[float, str, str]] = []
@@ -291,7 +299,7 @@ class World:
         return self._befall(node, fault, kind)
 
     def _befall(self, node: Node, fault: Fault, kind: str) -> Fault | None:
-        if kind not in APPLIES[fault.kind] or not self._can_befall(node, fault):
+        if kind not in APPLIES[fault.kind] or not self._can_befall(node, fault, kind):
             return None
         self.fired.append(fault)
         self.table.fired[fault.kind, kind] += 1
@@ -343,12 +351,12 @@ class World:
         for name in self._nodes:
             self.later(fault.amount + luck.uniform(0.0, 5.0), self._start, name)
 
-    def _can_befall(self, node: Node, fault: Fault) -> bool:
+    def _can_befall(self, node: Node, fault: Fault, kind: str) -> bool:
         """Whether the fault would make a difference; what makes none is not counted."""
         if fault.kind == "expire":
             node.leases.intersection_update(self.store.leases())
             return bool(node.leases)
-        if fault.kind in ("lose_call", "lose_answer", "late", "repeat"):
+        if fault.kind in ("lose_call", "lose_answer", "late", "repeat") and kind not in STORE:
             return not node.is_cut()
         if fault.kind == "twin":
             living = [one for one in self._everybody if one.name == node.name and not one.dead]

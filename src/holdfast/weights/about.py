@@ -2,7 +2,8 @@
 
 Whoever has only the folder learns from it which ledger and run it belongs to and what its
 publisher means to keep. It is a hint and carries no authority: nothing that publishes, loads
-or sweeps by itself reads it, and a publisher that was replaced may have written it last.
+or sweeps by itself decides by it (who comes with the other kind of book is refused, that is
+all), and a publisher that was replaced may have written it last.
 Passwords are never in it.
 """
 
@@ -13,12 +14,12 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from holdfast.errors import Corrupt, TooNew
+from holdfast.errors import Corrupt, Mistake, TooNew
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Disk
 from holdfast.weights.policy import Retention
 
-__all__ = ["ABOUT", "About", "read", "write"]
+__all__ = ["ABOUT", "About", "check_book", "read", "write"]
 
 ABOUT = "channel.json"
 MAX_ABOUT_BYTES = 1 << 20
@@ -69,6 +70,19 @@ async def read(disk: Disk, hidden: str) -> About | None:
             "use a newer one"
         )
     return about
+
+
+async def check_book(channel: Channel) -> None:
+    """Raise `Mistake` when the folder is kept with a ledger and we have none, or vice versa.
+
+    To the other kind of book everything here belongs to nobody, and a pin in it holds nothing.
+    """
+    said = None
+    with contextlib.suppress(Corrupt, TooNew):
+        said = await read(channel.disk, channel.layout.hidden)
+    if said is not None and (said.ledger is None) == channel.has_ledger:
+        here = "marker files" if said.ledger is None else f"the ledger {said.ledger}".rstrip()
+        raise Mistake(f"{channel.layout.base} is kept with {here}, and a folder has one book")
 
 
 async def write(channel: Channel, retention: Retention) -> None:

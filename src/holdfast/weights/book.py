@@ -15,7 +15,10 @@ from holdfast.ledger import Entry
 from holdfast.weights.policy import Acknowledgement, Pin
 from holdfast.weights.records import Consumer, Swept, Target, Told, Version
 
-__all__ = ["Book", "Member", "Seat", "View"]
+__all__ = ["DELETING", "Book", "Member", "Seat", "View"]
+
+DELETING = "it is being deleted"
+"""The mark of a version that was given up and whose files are still there."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -40,7 +43,10 @@ class View(msgspec.Struct, frozen=True):
     """What the ledger held for each version, to be compared when it is given up."""
 
     def pins(self) -> list[Pin]:
-        """What is being read, and what a fleet is to load or may come back to."""
+        """What is being read, what a fleet is to load or may come back to, what is left to load.
+
+        When the newest is damaged, the newest that is not is all there is for who comes now.
+        """
         found = [
             Pin(member.record.name, version, member.until_s)
             for member in self.members
@@ -49,6 +55,9 @@ class View(msgspec.Struct, frozen=True):
         if self.target is not None:
             wanted = (*self.target.allowed, self.target.staging)
             found += [Pin("(fleet)", version) for version in wanted if version is not None]
+        newest = self.newest()
+        if newest is not None and newest.version < max(self.versions):
+            found.append(Pin("(newest undamaged)", newest.version))
         return found
 
     def acknowledgements(self) -> list[Acknowledgement]:
@@ -140,6 +149,10 @@ class Book(abc.ABC):
 
         Only after this may its files go.
         """
+
+    def may_forget(self, view: View, number: int) -> bool:
+        """Whether `forget` would even be tried, whoever needs the version."""
+        return number in view.versions
 
     @abc.abstractmethod
     async def mark(self, number: int, reason: str) -> None:

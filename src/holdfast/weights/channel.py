@@ -1,6 +1,7 @@
 """One channel: its folder, its file system, its clock, and the book that counts for it."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Keys
 
 __all__ = ["Channel"]
+
+LOG = logging.getLogger("holdfast")
 
 
 class Channel:
@@ -46,6 +49,8 @@ class Channel:
         # Without a ledger nothing ever asks for one.
         self.runtime = runtime or LiveRuntime(cast(Ledger, ledger))
         self._simulated = runtime is not None
+        self.has_disk = runtime is None or disk is not None
+        """Whether there are files: a simulation of the book alone has none."""
         self.has_ledger = not markers and (ledger is not None or runtime is not None)
         self.keys = Keys(check_name("run", run), channel)
 
@@ -61,6 +66,11 @@ class Channel:
         if guards:
             raise Mistake(f"{name}: marker files cannot compare guards; use a ledger")
         return MarkerBook(self.runtime, self.disk, self.layout, name)
+
+    def warn(self, text: str, *args: object) -> None:
+        """Say something to people, in the log "holdfast"; a simulation has none."""
+        if not self._simulated:
+            LOG.warning(text, *args)
 
     def wall_s(self) -> float:
         """What people's clocks say; in a simulation, its own."""

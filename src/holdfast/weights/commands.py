@@ -14,15 +14,17 @@ import msgspec
 
 from holdfast.errors import Mistake, NotFound
 from holdfast.weights import display
+from holdfast.weights.book import DELETING
 from holdfast.weights.find import Found, find
 from holdfast.weights.layout import check_version
 from holdfast.weights.overview import Overview, collect, details
 from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept
 from holdfast.weights.sweep import Sweeper
-from holdfast.weights.text import parse_bytes, size
+from holdfast.weights.text import parse_bytes, plural, size
 from holdfast.weights.verify import Finding
 from holdfast.weights.verify import verify as verify_channel
+from holdfast.weights.watching import OF_THE_LEDGER
 from holdfast.weights.watching import watch as watch_channel
 
 __all__ = ["weights"]
@@ -51,7 +53,8 @@ def _common(command: Command) -> Command:
         click.option(
             "--ledger",
             metavar="URL",
-            help="The ledger, if the folder does not say it; 'none': marker files.",
+            help="The ledger, if the folder does not say it; 'none': marker files. What is "
+            "given here can be seen in `ps`: put a URL with a password into HOLDFAST_LEDGER.",
         ),
         click.argument("path"),
     ):
@@ -90,6 +93,14 @@ def ls(path: str, ledger: str | None, run: str | None, as_json: bool) -> None:
 
     OWN is what a version does not share with the one before it. A consumer that died is
     shown until its lease ends; then it holds nothing any more.
+
+    \b
+    published   it can be loaded
+    damaged     it is marked: nobody loads it any more
+    missing     it is in the book, and its folder is gone
+    unfinished  being written, or left by a publisher that died; the next one clears it away
+    leftover    given up, or of a publisher that was replaced: a sweep removes it
+    foreign     not written by Holdfast
     """
 
     async def work(found: Found) -> None:
@@ -165,8 +176,7 @@ def verify(
         check_version(number)
 
     async def work(found: Found) -> None:
-        if mark:
-            await found.check_ours()
+        await (found.check_ours() if mark else found.check_known())
         meter = _Meter()
         try:
             findings = await verify_channel(
@@ -174,7 +184,10 @@ def verify(
             )
         finally:
             meter.clear()
-        count = len(set(numbers)) or len((await found.book.view()).versions)
+        view = await found.book.view()
+        count = len(set(numbers)) or len(
+            [n for n in view.versions if view.marks.get(n) != DELETING]
+        )
         _report(findings, count, meter.done, mark=mark, as_json=as_json)
 
     _with(path, ledger, run, work)
@@ -213,7 +226,7 @@ def _report(findings: list[Finding], count: int, done: int, *, mark: bool, as_js
         for one in findings:
             click.echo(f"{'DAMAGED' if one.damaged else 'note':8} {one.detail}")
         what = f"{len(damaged)} damaged" if damaged else "nothing damaged"
-        click.echo(f"{count} versions verified, {size(done)} read: {what}")
+        click.echo(f"{plural(count, 'version')} verified, {size(done)} read: {what}")
         if marked:
             click.echo(f"marked: {', '.join(map(str, marked))}; nobody loads them any more")
     if damaged:
@@ -233,12 +246,14 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--keep-every", type=click.IntRange(0), help="Keep multiples of this; 0: none.")
 @click.option("--max-bytes", callback=_bytes, metavar="SIZE", help="Budget, as in 10G; 0: none.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would go.")
+@click.option("--foreign", is_flag=True, help="Versions of a trainer that is not ours go too.")
 def sweep(
     path: str,
     keep_last: int | None,
     keep_every: int | None,
     max_bytes: int | None,
     dry_run: bool,
+    foreign: bool,
     ledger: str | None,
     run: str | None,
     as_json: bool,
@@ -247,15 +262,23 @@ def sweep(
 
     What the options leave open is as the publisher keeps it. Whatever a live consumer pins,
     serves or still needs stays, as does the newest version.
+
+    With --foreign (marker files only) this holds for the versions of another trainer too, which
+    stay otherwise. Use it where that trainer deletes nothing and never writes a number twice:
+    consumers of ours load a number that was swept no more.
     """
     given = {"keep_last": keep_last, "keep_every": keep_every, "max_bytes": max_bytes}
 
     async def work(found: Found) -> None:
         await found.check_ours()
         retention = _retention(found, {k: v for k, v in given.items() if v is not None})
+        book = await found.sweeping(foreign=foreign, dry_run=dry_run)
         before = await collect(found.channel, found.book, found.about)
-        sweeper = Sweeper(found.channel, found.book, retention)
-        report = await sweeper.sweep(dry_run=dry_run)
+        sweeper = Sweeper(found.channel, book, retention)
+        report = await sweeper.sweep(dry_run=True)
+        if not dry_run:
+            found.check_deletable(report.deleted)
+            report = await sweeper.sweep()
         if as_json:
             fields = msgspec.to_builtins(report)
             _echo(type="sweep", dry_run=dry_run, retention=retention.model_dump(), **fields)
@@ -299,7 +322,7 @@ def watch(
                 else:
                     click.echo(f"{now:%H:%M:%S}  {display.happening(one)}")
                 sys.stdout.flush()
-                seen += 1
+                seen += one.what not in OF_THE_LEDGER
                 if seen == count:
                     return
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from holdfast.tensors import size as tensor_bytes
 from holdfast.weights.overview import ConsumerRow, Details, Overview, VersionRow
 from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept, Version
 from holdfast.weights.sweep import Report
-from holdfast.weights.tensors import size as tensor_bytes
-from holdfast.weights.text import age, clean, numbers, size, table
+from holdfast.weights.text import age, clean, numbers, plural, size, table
 from holdfast.weights.watching import Happening
 
 __all__ = [
@@ -65,7 +65,8 @@ def overview(found: Overview, path: str, ledger: str) -> Iterator[str]:
         yield ""
     count = sum(row.state in ("published", "damaged") for row in found.versions)
     budget = f" of {size(found.budget_bytes)}" if found.budget_bytes else ""
-    yield f"{count} versions, {size(found.used_bytes)}{budget} on disk, shared files counted once"
+    what = plural(count, "version")
+    yield f"{what}, {size(found.used_bytes)}{budget} on disk, shared files counted once"
 
 
 def _version_cells(row: VersionRow) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def _consumer_cells(row: ConsumerRow) -> tuple[str, ...]:
         state,
         lease,
         row.needs,
-        str(row.floor) if row.needs == "every" else "",
+        _text(row.floor),
         numbers(row.pins),
         _text(row.acknowledged),
         _text(row.staged),
@@ -165,7 +166,7 @@ def version(
         yield ""
     total = sum(tensor_bytes(one.dtype, one.shape) for one in tensors)
     hint = "" if with_tensors else " (--tensors lists them)"
-    yield f"{len(tensors)} tensors, {size(total)}{hint}"
+    yield f"{plural(len(tensors), 'tensor')}, {size(total)}{hint}"
 
 
 def swept_version(known: Swept) -> Iterator[str]:
@@ -217,10 +218,20 @@ def swept(
         yield "nothing to delete"
     for hold in report.holds:
         yield f"{clean(hold.consumer)} holds {numbers(hold.versions)} ({size(hold.bytes)})"
-    freed = max(0, before.used_bytes - report.used_bytes)
+    for path, reason in report.stuck.items():
+        yield f"could not remove {path.removeprefix(base)}: {reason}"
+    if report.beyond:
+        one = len(report.beyond) == 1
+        yield (
+            f"{plural(len(report.beyond), 'folder')} {'lies' if one else 'lie'} beyond the newest "
+            f"version: {'it belongs' if one else 'they belong'} to a publisher at work or to "
+            f"another ledger ({numbers(report.beyond)})"
+        )
+    freed = report.freed_bytes
     budget = f" of {size(retention.max_bytes)}" if retention.max_bytes else ""
     verb = "would be freed" if dry_run else "freed"
-    yield f"{size(freed)} {verb}, {size(report.used_bytes)}{budget} left in use"
+    left = max(0, before.used_bytes - freed)
+    yield f"{size(freed)} {verb}, {size(left)}{budget} left in use"
     if report.missing_bytes:
         yield f"over the budget by {size(report.missing_bytes)}: see who holds what"
 

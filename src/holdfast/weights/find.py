@@ -6,7 +6,7 @@ makes nothing: neither a folder nor a ledger.
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from holdfast.errors import Denied, Mistake, NotFound
@@ -15,14 +15,17 @@ from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.sqlite import SqliteLedger
 from holdfast.weights import about
 from holdfast.weights.about import About
+from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import number
 from holdfast.weights.local import LocalDisk
+from holdfast.weights.marker_book import MarkerBook
 
 __all__ = ["Found", "find"]
 
 HIDDEN = ".holdfast"
 NAMED_MAX = 10
+LEDGER_VARIABLE = "HOLDFAST_LEDGER"
 
 
 class Found:
@@ -32,11 +35,64 @@ class Found:
         self.path = path
         self.channel = channel
         self.about = about
-        self.book = channel.book("command-line")
+        self.book: Book = (
+            channel.book("command-line") if channel.has_ledger else self._markers(reading=True)
+        )
 
     def ledger_name(self) -> str:
         """The ledger, for people."""
         return "marker files" if self.channel.ledger_url is None else self.channel.ledger_url
+
+    def _markers(self, *, reading: bool, foreign: bool = False) -> MarkerBook:
+        channel = self.channel
+        return MarkerBook(
+            channel.runtime,
+            channel.disk,
+            channel.layout,
+            "command-line",
+            sweep_foreign=foreign,
+            reading=reading,
+        )
+
+    async def sweeping(self, *, foreign: bool, dry_run: bool) -> Book:
+        """The book to sweep with, after making sure that the folder may be changed.
+
+        With `foreign` it gives up versions of others too. Without the right to rename and
+        remove, versions would be given up in the ledger and stay on the disk.
+        """
+        if foreign and self.channel.has_ledger:
+            raise Mistake(
+                f"{self.path} is kept with a ledger, which knows only versions of ours: "
+                "leave --foreign out"
+            )
+        if not dry_run:
+            self._check_writable()
+        if self.channel.has_ledger:
+            return self.book
+        if not dry_run:
+            await self.channel.make()
+        return self._markers(reading=dry_run, foreign=foreign)
+
+    def _check_writable(self) -> None:
+        layout = self.channel.layout
+        hidden = (layout.hidden, layout.trash, layout.drafts, layout.staging)
+        mine = () if self.channel.has_ledger else (layout.swept, layout.marks, layout.consumers)
+        for path in (layout.base, *hidden, *mine):
+            _check_writable(path)
+
+    def check_deletable(self, numbers: Iterable[int]) -> None:
+        """Raise `Denied` unless the folders of these versions may be moved and removed."""
+        for one in numbers:
+            _check_writable(self.channel.layout.version(one))
+
+    async def check_known(self) -> None:
+        """Raise `Mistake` when the book has never heard of this channel."""
+        view = await self.book.view()
+        if view.epoch == 0 and view.head is None:
+            raise Mistake(
+                f"{self.ledger_name()} knows nothing of the channel {self.channel.name} in the "
+                f"run {self.channel.run}: check --ledger and --run"
+            )
 
     async def check_ours(self) -> None:
         """Raise `Mistake` unless the book surely speaks of this folder.
@@ -55,12 +111,7 @@ class Found:
                 f"{self.path} is a copy of {said.folder}, and the ledger speaks of that one: "
                 f"name {said.folder}"
             )
-        view = await self.book.view()
-        if view.epoch == 0 and view.head is None:
-            raise Mistake(
-                f"{self.ledger_name()} knows nothing of the channel {self.channel.name} in the "
-                f"run {self.channel.run}: check --ledger and --run"
-            )
+        await self.check_known()
 
 
 @contextlib.asynccontextmanager
@@ -68,10 +119,15 @@ async def find(path: str, ledger_url: str | None, run: str | None) -> AsyncItera
     """Open the channel whose folder is `path`.
 
     `ledger_url` and `run` count for more than what the folder says; "none" means that there
-    is no ledger.
+    is no ledger: then the folder of a trainer that is not ours will do. The environment
+    variable HOLDFAST_LEDGER helps where the folder does not know the ledger, or not its
+    password.
     """
-    folder = _folder(path)
-    said = await about.read(LocalDisk(), f"{folder}/{HIDDEN}")
+    folder = _folder(path, bare=ledger_url == "none")
+    try:
+        said = await about.read(LocalDisk(), f"{folder}/{HIDDEN}")
+    except PermissionError:
+        raise Denied(f"no right to look into {path}/{HIDDEN}") from None
     if said is not None and said.channel != folder.name:
         raise Mistake(
             f"{path} was published as the channel {said.channel}: a folder that was renamed or "
@@ -85,17 +141,23 @@ async def find(path: str, ledger_url: str | None, run: str | None) -> AsyncItera
         yield Found(path, Channel(folder.parent, ledger, folder.name, run=name), said)
 
 
-def _folder(path: str) -> Path:
-    """The channel's folder, or an error with what to type instead."""
+def _folder(path: str, *, bare: bool) -> Path:
+    """The channel's folder, or an error with what to type instead.
+
+    A `bare` one has versions in it, and nobody of ours has ever been there.
+    """
+    if not path:
+        raise Mistake("the path is empty: name ROOT/CHANNEL of a Publisher(ROOT, ledger, CHANNEL)")
     folder = Path(os.path.normpath(Path(path).absolute()))
     try:
         if not folder.is_dir():
             what = "a file, not a folder" if folder.exists() else "not there: check the path"
             raise NotFound(f"{path} is {what}")
-        if _is_channel(folder):
+        if _is_channel(folder) or (bare and _has_versions(folder)):
             return folder
         inside = _inside(folder)
         channels = [] if inside else _channels(folder)
+        strange = not channels and _has_versions(folder)
     except PermissionError:
         raise Denied(f"no right to look into {path}") from None
     if inside is not None:
@@ -105,6 +167,11 @@ def _folder(path: str) -> Path:
         several = "; ".join(str(Path(path) / name) for name in channels[:NAMED_MAX])
         more = f" and {len(channels) - NAMED_MAX} more" if len(channels) > NAMED_MAX else ""
         raise Mistake(f"{path} is not a channel, but channels are in it: name {several}{more}")
+    if strange and inside is None:
+        raise Mistake(
+            f"{path} holds versions of a trainer that is not ours (no folder {HIDDEN}): give "
+            "--ledger none"
+        )
     raise Mistake(
         f"{path} is not a channel: it has no folder {HIDDEN}. Name ROOT/CHANNEL of a "
         "Publisher(ROOT, ledger, CHANNEL)"
@@ -113,6 +180,10 @@ def _folder(path: str) -> Path:
 
 def _is_channel(folder: Path) -> bool:
     return (folder / HIDDEN / "drafts").is_dir()
+
+
+def _has_versions(folder: Path) -> bool:
+    return any(number(one.name) is not None and one.is_dir() for one in folder.iterdir())
 
 
 def _inside(folder: Path) -> Path | None:
@@ -134,19 +205,25 @@ def _ledger(path: str, said: About | None, url: str | None) -> Ledger | None:
     """The ledger that counts, not yet started; None for marker files."""
     given = url is not None
     if url is None:
-        if said is None or said.ledger == "":
+        url = said.ledger if said is not None else ""
+        if url == "" or _lacks_password(url):
+            told = os.environ.get(LEDGER_VARIABLE)
+            url, given = told or url, bool(told)
+        if url == "":
             raise Mistake(
-                f"{path} does not say which ledger it belongs to: give --ledger URL "
-                "(or --ledger none for marker files)"
+                f"{path} does not say which ledger it belongs to: give --ledger URL or "
+                f"{LEDGER_VARIABLE} (or --ledger none for marker files)"
             )
-        url = said.ledger
     elif said is not None and (said.ledger is None) != (url == "none"):
         here = "marker files" if said.ledger is None else said.ledger or "a ledger"
         raise Mistake(f"{path} is kept with {here}, and a folder has one book: change --ledger")
     if url is None or url == "none":
         return None
-    if not given and url.startswith("etcd://") and "@" in url:
-        raise Mistake(f"the ledger {url} needs a password, which is not kept: give --ledger URL")
+    if not given and _lacks_password(url):
+        raise Mistake(
+            f"the ledger {url} needs a password, which is not kept: give its URL in the "
+            f"environment variable {LEDGER_VARIABLE} (or --ledger URL, which others can see)"
+        )
     ledger = open(url)
     if isinstance(ledger, MemoryLedger):
         raise Mistake(f"the ledger {url} lives inside one process: it cannot be asked from here")
@@ -154,6 +231,18 @@ def _ledger(path: str, said: About | None, url: str | None) -> Ledger | None:
         where = "check the path" if given else "give --ledger URL if it has moved"
         raise NotFound(f"there is no ledger at {ledger.path}: {where}")
     return ledger
+
+
+def _check_writable(path: str) -> None:
+    if Path(path).exists() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise Denied(
+            f"no right to write in {path}: nothing was swept; do it as its owner, or change its "
+            "mode"
+        )
+
+
+def _lacks_password(url: str | None) -> bool:
+    return url is not None and url.startswith("etcd://") and "@" in url
 
 
 def _is_elsewhere(said: str, folder: str) -> bool:

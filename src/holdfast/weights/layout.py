@@ -8,6 +8,7 @@
       .holdfast/consumers/r0-1f3a/  without a ledger: one life of a consumer; see markers.py
       .holdfast/swept/42            without a ledger: the hash of a deleted version
       .holdfast/marks/42            without a ledger: found damaged
+      .holdfast/reserve             without a ledger: room for giving something up on a full disk
       .holdfast/writers/7           without a ledger: who took over publishing, with epoch 7
 
 Names from outside (channel, consumer) become parts of paths only after `check_name`.

@@ -14,8 +14,6 @@
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
-
 from holdfast.errors import (
     Conflict,
     Fenced,
@@ -69,17 +67,20 @@ class LedgerBook(Book):
         self._name = name
         self._guards = tuple(guards)
         self._writer: Stored[Writer] | None = None
+        self._nonces: set[str] = set()
+        """Of our takeovers, also of those whose outcome we were never told."""
         self.epoch = 0
 
     async def open_writer(self, *, again: bool = False) -> None:
         """See `Book.open_writer`."""
-        last = self._writer
         nonce = f"{self._runtime.random.getrandbits(64):016x}"
+        ours = frozenset(self._nonces)
+        self._nonces.add(nonce)
 
         def take_over(writer: Writer | None) -> Writer | Verdict:
             if writer is not None and writer.nonce == nonce:
                 return KEEP
-            if again and (last is None or writer is None or writer.nonce != last.record.nonce):
+            if again and (writer is None or writer.nonce not in ours):
                 raise self._replaced(writer)
             epoch = writer.epoch + 1 if writer else 1
             return Writer(epoch=epoch, name=self._name, nonce=nonce)
@@ -88,6 +89,7 @@ class LedgerBook(Book):
             self._runtime, self._keys.writer, Writer, take_over, guards=self._guards
         )
         assert self._writer is not None
+        self._nonces = {nonce}
         self.epoch = self._writer.record.epoch
 
     async def check_writer(self) -> None:
@@ -172,8 +174,7 @@ class LedgerBook(Book):
     async def _try_commit(self, key: str, version: Version) -> bool:
         """Look, and commit if there is anything left to do."""
         entries = {entry.key: entry for entry in await self._everything()}
-        mine = entries.get(key)
-        if mine is not None and msgspec.json.decode(mine.value, type=Version) == version:
+        if _is(version, entries.get(key)):
             return True  # an answer was lost
         writer = entries.get(self._keys.writer)
         self._still_ours(Stored(writer, decode(Writer, writer)) if writer else None)
@@ -192,10 +193,12 @@ class LedgerBook(Book):
                 put(key, version),
                 put(self._keys.head, Head(version=version.version, content=version.content)),
             ],
+            [Get(key)],
         )
-        if not txn.succeeded:
-            await self._check_guards()
-        return txn.succeeded
+        if txn.succeeded or _is(version, txn.results[0]):  # perhaps by a call before this one
+            return True
+        await self._check_guards()
+        return False
 
     async def _check_guards(self) -> None:
         """Raise when it is a fence from outside that no longer holds."""
@@ -208,10 +211,12 @@ class LedgerBook(Book):
         """See `Book.forget`."""
         version, entry = view.versions[number], view.entries[number]
         swept = Swept(version=version.version, epoch=version.epoch, content=version.content)
+        newest = view.newest()  # if that is marked by now, others are needed than the view says
+        good = [] if newest is None else [absent(self._keys.mark(newest.version))]
         for attempt in range(ATTEMPTS):
             try:
                 txn = await self._runtime.ledger.txn(
-                    [unchanged(entry)],
+                    [unchanged(entry), *good],
                     [
                         Delete(entry.key),
                         Delete(self._keys.mark(version.version)),
@@ -248,3 +253,7 @@ class LedgerBook(Book):
     def seat(self, consumer: Consumer, lease_s: float) -> Seat:
         """See `Book.seat`."""
         return self.seat_kind(self._runtime, self._keys, consumer, lease_s)
+
+
+def _is(version: Version, entry: Entry | None) -> bool:
+    return entry is not None and decode(Version, entry) == version

@@ -6,11 +6,21 @@ ended: the lease takes everything with it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.errors import Conflict, Corrupt, Gone, LeaseLost, NotFound, Retriable, UnknownOutcome
+from holdfast.errors import (
+    Conflict,
+    Corrupt,
+    Gone,
+    HoldfastError,
+    LeaseLost,
+    NotFound,
+    Retriable,
+    UnknownOutcome,
+)
 from holdfast.ledger import (
     Compare,
     Entry,
@@ -130,7 +140,14 @@ class LedgerSeat(Seat):
                 raise Corrupt(f"version {number}: {mark.record.reason}", version=number)
             record = msgspec.structs.replace(self._record, pins=(*self._record.pins, number))
             touch = Put(key, entry.value)
-            if not await self._write(record, [same_life(entry)], [touch]):
+            try:
+                there = await self._write(record, [same_life(entry)], [touch])
+            except asyncio.CancelledError:
+                # It may have taken effect, and nobody else would take it back.
+                with contextlib.suppress(HoldfastError):
+                    await self._write(self._record)
+                raise
+            if not there:
                 raise await self._missing(number)
             return decode(Version, entry)
 

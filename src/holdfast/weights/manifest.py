@@ -21,9 +21,9 @@ import msgspec
 import xxhash
 
 from holdfast.errors import Corrupt, Mistake, TooLarge, TooNew
+from holdfast.tensors import DTYPES, MAX_DIMS, name_problem
 from holdfast.weights import stfile
 from holdfast.weights.layout import version_folder
-from holdfast.weights.tensors import DTYPES, MAX_DIMS, name_problem
 
 __all__ = [
     "MANIFEST",

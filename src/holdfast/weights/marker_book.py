@@ -36,8 +36,9 @@ What is weaker:
 - A consumer that is not ours and only writes LOADED_STEP cannot pin: it is trusted to load
   nothing below its number, and counts as dead `foreign_lease_s` after it last wrote.
 - A version of a trainer that is not ours has no manifest: only its structure is checked (see
-  `foreign.py`). It is not deleted unless `sweep_foreign` says so, but its trainer may delete
-  it at any time, and may use its number again.
+  `foreign.py`). It is not deleted unless `sweep_foreign` says so (`holdfast weights sweep
+  --foreign`), but its trainer may delete it at any time, and may use its number again. What
+  was swept is not loaded again, even if its trainer does.
 - There is no fleet target: a fleet needs a ledger.
 
 One folder has one book: use it either with a ledger or without.
@@ -65,12 +66,16 @@ from holdfast.weights.markers import (
 )
 from holdfast.weights.policy import needed
 from holdfast.weights.records import Consumer, Head, Mark, Swept, Version, Writer
+from holdfast.weights.trouble import FULL
 
 __all__ = ["POLL_S", "MarkerBook"]
 
 POLL_S = DEFAULTS.marker_poll_s
 """How often to look for news."""
 ATTEMPTS = 40
+RESERVE = "reserve"
+RESERVE_BYTES = 64 << 10
+"""Room that is kept for giving up a version when the disk is full."""
 
 
 class MarkerBook(Book):
@@ -86,6 +91,7 @@ class MarkerBook(Book):
         poll_s: float = POLL_S,
         foreign_lease_s: float = FOREIGN_LEASE_S,
         sweep_foreign: bool = False,
+        reading: bool = False,
     ) -> None:
         self._runtime = runtime
         self._disk = disk
@@ -93,7 +99,7 @@ class MarkerBook(Book):
         self._name = name
         self._poll_s = poll_s
         self._sweep_foreign = sweep_foreign
-        self._markers = Markers(disk, layout, foreign_lease_s)
+        self._markers = Markers(disk, layout, foreign_lease_s, reading=reading)
         self.epoch = 0
 
     # ---- publishing ----------------------------------------------------------
@@ -205,6 +211,9 @@ class MarkerBook(Book):
                 for number in await self._markers.listed(self._layout.marks):
                     if await self._markers.find(number) is None:
                         await folder.unlink(str(number))
+            async with await self._disk.folder(self._layout.hidden) as folder:
+                if not any(item.name == RESERVE for item in await folder.items()):
+                    await folder.write(RESERVE, [bytes(RESERVE_BYTES)])
 
     # ---- reading -------------------------------------------------------------
 
@@ -247,13 +256,11 @@ class MarkerBook(Book):
 
     async def heads(self) -> AsyncGenerator[int | None, None]:
         """See `Book.heads`."""
-        last: object = ()
         while True:
             with telling(f"{self._layout.base} cannot be read"):
                 head = await self._markers.head()
-            if head != last:
-                last = head
-                yield head
+            # Also when it is the same: it may have been written anew while somebody looked.
+            yield head
             await self._pause()
 
     async def _pause(self) -> None:
@@ -264,25 +271,42 @@ class MarkerBook(Book):
 
     async def forget(self, view: View, number: int) -> bool:
         """See `Book.forget`."""
+        if not self.may_forget(view, number):
+            return False
+        assert view.head is not None
         version = view.versions[number]
-        if not version.manifest and not self._sweep_foreign:
-            return False
-        if view.head is None or number >= view.head:
-            return False
         with telling(f"version {number} cannot be given up"):
             if await self._markers.swept(number) is None:
                 # Looking first spares a version that somebody needs since the view.
                 if await self._needed(number, view.head):
                     return False
-                swept = Swept(version=number, epoch=version.epoch, content=version.content)
-                async with await self._disk.folder(self._layout.swept) as folder:
-                    await folder.put(str(number), msgspec.json.encode(swept))
+                await self._put_swept(
+                    Swept(version=number, epoch=version.epoch, content=version.content)
+                )
             # Whoever pins it after this line finds `swept`; whoever did before is found here.
             if await self._needed(number, view.head):
                 return False
             async with await self._disk.folder(self._layout.marks) as folder:
                 await folder.unlink(str(number))
         return True
+
+    def may_forget(self, view: View, number: int) -> bool:
+        """See `Book.may_forget`: the newest stays, and what is not ours unless we are told."""
+        ours = view.versions[number].manifest or self._sweep_foreign
+        return bool(ours) and view.head is not None and number < view.head
+
+    async def _put_swept(self, swept: Swept) -> None:
+        """Record it, also on a full disk: deleting is how room is made there."""
+        raw = msgspec.json.encode(swept)
+        async with await self._disk.folder(self._layout.swept) as folder:
+            try:
+                await folder.put(str(swept.version), raw)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                async with await self._disk.folder(self._layout.hidden) as hidden:
+                    await hidden.unlink(RESERVE)
+                await folder.put(str(swept.version), raw)
 
     async def _needed(self, number: int, head: int) -> bool:
         now_s, members = await self._markers.members()

@@ -23,6 +23,7 @@ and remembered by inode, size and time.
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
@@ -31,12 +32,12 @@ import msgspec
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.ledger import Record
 from holdfast.timeouts import DEFAULTS
-from holdfast.weights.book import Member
+from holdfast.weights.book import DELETING, Member
 from holdfast.weights.disk import Disk, Folder, Item
 from holdfast.weights.layout import MAX_VERSION, Layout, number
 from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, STABLE, decode, digest
 from holdfast.weights.records import Consumer, Head, Mark, Swept, Version
-from holdfast.weights.trouble import translate
+from holdfast.weights.trouble import DENIED, NOT_A_FILE, translate
 
 __all__ = [
     "FOREIGN_LEASE_S",
@@ -181,11 +182,18 @@ def _step(raw: bytes) -> int | None:
 
 
 class Markers:
-    """Reads the marker files of one channel."""
+    """Reads the marker files of one channel.
 
-    def __init__(self, disk: Disk, layout: Layout, foreign_lease_s: float) -> None:
+    With `reading` nothing depends on what is found: who may not write here, or comes where
+    nobody has ever been, is told as much as can be seen, by this machine's clock.
+    """
+
+    def __init__(
+        self, disk: Disk, layout: Layout, foreign_lease_s: float, *, reading: bool = False
+    ) -> None:
         self.disk = disk
         self.layout = layout
+        self._reading = reading
         self._foreign_lease_s = foreign_lease_s
         self._known: dict[int, tuple[object, Found]] = {}
 
@@ -196,7 +204,7 @@ class Markers:
         self._known = {one: known for one, known in self._known.items() if one in found}
         for one in found:
             if await self.swept(one) is not None:
-                found[one] = Found(found[one].version, "it is being deleted")
+                found[one] = Found(found[one].version, DELETING)
         for one, reason in (await self.marks()).items():
             if one in found and not found[one].problem:
                 found[one] = Found(found[one].version, reason)
@@ -222,12 +230,10 @@ class Markers:
                 known = self._known.get(one)
                 if known is not None and known[0] == identity:
                     return known[1]
-                stable = b""
-                if files[STABLE].bytes <= MAX_MARKER_BYTES:
-                    stable = await folder.read(STABLE, MAX_MARKER_BYTES)
+                stable = await _small(folder, STABLE)
                 manifest = None
                 if MANIFEST in files:
-                    manifest = await folder.read(MANIFEST, MAX_MANIFEST_BYTES)
+                    manifest = await _small(folder, MANIFEST, MAX_MANIFEST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None  # it went while we looked
         found = await self.disk.work(judge, one, files, stable, manifest)
@@ -269,8 +275,13 @@ class Markers:
 
     async def listed(self, path: str) -> list[int]:
         """The files in a folder whose names are numbers, in order."""
-        async with await self.disk.folder(path) as folder:
-            items = await folder.items()
+        try:
+            async with await self.disk.folder(path) as folder:
+                items = await folder.items()
+        except FileNotFoundError:
+            if not self._reading:
+                raise
+            return []
         names = [item.name for item in items if item.name.isascii() and item.name.isdecimal()]
         return sorted(map(int, names))
 
@@ -280,12 +291,26 @@ class Markers:
         The clock is read first: whoever seems dead by it finds, whenever it touches its
         heartbeat next, that it came too late.
         """
-        async with await self.disk.folder(self.layout.consumers) as folder:
-            now_s = await folder.clock()
-            items = await folder.items()
+        try:
+            async with await self.disk.folder(self.layout.consumers) as folder:
+                now_s = await self._clock(folder)
+                items = await folder.items()
+        except FileNotFoundError:
+            if not self._reading:
+                raise
+            now_s, items = time.time(), []
         found = [await self._member(item) for item in items if item.is_folder]
         found.append(await self._member(None))
         return now_s, tuple(one for one in found if one is not None)
+
+    async def _clock(self, folder: Folder) -> float:
+        """The file system's time, which takes the right to write there."""
+        try:
+            return await folder.clock()
+        except OSError as error:
+            if not self._reading or error.errno not in DENIED:
+                raise
+            return time.time()
 
     async def _member(self, item: Item | None) -> Member | None:
         """The consumer with this folder; None: the one that writes beside the versions."""
@@ -319,9 +344,13 @@ class Markers:
             ) from error
 
 
-async def _small(folder: Folder, name: str) -> bytes:
-    """A marker that others write; what is too large is as unreadable as nothing."""
+async def _small(folder: Folder, name: str, limit: int = MAX_MARKER_BYTES) -> bytes:
+    """A file that others write; what is too large, or no file, is as unreadable as nothing."""
     try:
-        return await folder.read(name, MAX_MARKER_BYTES)
+        return await folder.read(name, limit)
     except Corrupt:
+        return b""
+    except OSError as error:
+        if error.errno not in NOT_A_FILE:
+            raise
         return b""

@@ -17,14 +17,13 @@ import msgspec
 from holdfast.errors import Corrupt, HoldfastError, LeaseLost, TooNew
 from holdfast.ledger import LeaseInfo
 from holdfast.weights.about import About
-from holdfast.weights.book import Book, Member, View
+from holdfast.weights.book import DELETING, Book, Member, View
 from holdfast.weights.channel import Channel
-from holdfast.weights.disk import Item
 from holdfast.weights.layout import epoch_of, version_folder
 from holdfast.weights.manifest import MANIFEST, Manifest
 from holdfast.weights.policy import Files, Retention, holds
 from holdfast.weights.records import Version
-from holdfast.weights.sweep import Scan, Sweeper, on_disk
+from holdfast.weights.sweep import Scan, Sweeper, files_of, on_disk
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import read_manifest
 
@@ -39,7 +38,8 @@ __all__ = [
     "details",
 ]
 
-State = Literal["published", "damaged", "missing", "being written", "leftover", "foreign"]
+State = Literal["published", "damaged", "missing", "unfinished", "leftover", "foreign"]
+"""What is unfinished is being written, or was when its publisher died: nobody can tell."""
 
 
 class VersionRow(msgspec.Struct, frozen=True, tag_field="type", tag="version"):
@@ -64,7 +64,8 @@ class ConsumerRow(msgspec.Struct, frozen=True, tag_field="type", tag="consumer")
     consumer: str
     id: str
     needs: str
-    floor: int
+    floor: int | None
+    """From where on it needs every version; None: only ever the newest."""
     pins: tuple[int, ...]
     acknowledged: int | None
     staged: int | None
@@ -161,7 +162,7 @@ def arrange(
     """Decide what to show."""
     sizes: dict[int, int] = dict(scan.other())
     for items in scan.versions.values():
-        sizes.update(_files(items))
+        sizes.update(files_of(items))
     return Overview(
         channel,
         run,
@@ -176,10 +177,6 @@ def arrange(
     )
 
 
-def _files(items: list[Item]) -> dict[int, int]:
-    return {item.inode: item.bytes for item in items if not item.is_folder}
-
-
 def _versions(
     scan: Scan, view: View, epochs: Mapping[int, int | None], now_s: float
 ) -> list[VersionRow]:
@@ -189,7 +186,7 @@ def _versions(
     served = [one for one in view.acknowledgements() if one.until_s > view.now_s]
     for number in sorted(view.versions.keys() | scan.versions.keys()):
         record = view.versions.get(number)
-        files = _files(scan.versions.get(number, []))
+        files = files_of(scan.versions.get(number, ()))
         state = _state(number, record, scan, view, epochs)
         rows.append(
             VersionRow(
@@ -206,13 +203,13 @@ def _versions(
             )
         )
         before = files
-    for name, files_of in scan.drafts.items():
+    for name, draft in scan.drafts.items():
         epoch = epoch_of(name)
         if epoch is not None and epoch >= view.epoch:
             number = int(name.split("-")[1])
-            total = sum(files_of.values())
-            own = sum(size for inode, size in files_of.items() if inode not in before)
-            rows.append(VersionRow(number, "being written", total, own))
+            total = sum(draft.values())
+            own = sum(size for inode, size in draft.items() if inode not in before)
+            rows.append(VersionRow(number, "unfinished", total, own))
     return rows
 
 
@@ -226,12 +223,14 @@ def _state(
     if record is not None:
         if number not in scan.versions:
             return "missing"
+        if view.marks.get(number) == DELETING:
+            return "leftover"
         return "damaged" if number in view.marks else "published"
     if not any(item.name == MANIFEST for item in scan.versions[number]):
         return "foreign"
     epoch = epochs.get(number)
     if (view.head is None or number > view.head) and epoch is not None and epoch >= view.epoch:
-        return "being written"
+        return "unfinished"
     return "leftover"
 
 
@@ -240,9 +239,7 @@ def _consumers(
 ) -> list[ConsumerRow]:
     held = {
         hold.consumer: hold
-        for hold in holds(
-            on_disk(scan, view), view.pins(), view.acknowledgements(), Retention(), view.now_s
-        )
+        for hold in holds(on_disk(scan, view), view.pins(), view.acknowledgements(), view.now_s)
     }
     rows = []
     for member in sorted(view.members, key=lambda one: (one.record.name, one.id)):
@@ -254,7 +251,7 @@ def _consumers(
                 record.name,
                 member.id,
                 record.needs,
-                record.floor,
+                record.floor if record.needs == "every" else None,
                 record.pins,
                 record.acknowledged,
                 record.staged,

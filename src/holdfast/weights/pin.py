@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import faults
 from holdfast.errors import LeaseLost, Mistake
+from holdfast.tensors import as_numpy, as_torch
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import OpenFile
@@ -21,7 +22,6 @@ from holdfast.weights.layout import version_folder
 from holdfast.weights.manifest import Manifest
 from holdfast.weights.records import Version
 from holdfast.weights.stfile import Span, parse
-from holdfast.weights.tensors import as_numpy, as_torch
 from holdfast.weights.trouble import translate
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Pin:
             spans = parse(files[name].view(), name)
             self._spans.update({tensor: (name, span) for tensor, span in spans.items()})
         self._staging = ""
+        self._left = False
 
     @property
     def number(self) -> int:
@@ -89,6 +90,7 @@ class Pin:
 
     def raw(self, name: str) -> memoryview:
         """The bytes of one tensor."""
+        self._must_be_open()
         file, span = self._find(name)
         return self._files[file].view()[span.begin : span.end]
 
@@ -142,6 +144,7 @@ class Pin:
         """A file that was carried along, such as `config.json`."""
         if name not in self._files or name in {tensor.file for tensor in self.manifest.tensors}:
             raise Mistake(f"version {self.number} carries no file {name!r}")
+        self._must_be_open()
         return bytes(self._files[name].view())
 
     async def stage(self) -> str:
@@ -150,6 +153,7 @@ class Pin:
         It belongs to this consumer: it is there until the pin is left, or its lease ends.
         The files are hard links, copies where links do not work.
         """
+        self._must_be_open()
         if not self._staging:  # its own, also beside another pin of the same version
             nonce = f"{self._channel.runtime.random.getrandbits(32):08x}"
             self._staging = f"{self._channel.layout.staging}/{self._seat.id}/{nonce}"
@@ -177,11 +181,20 @@ class Pin:
 
     async def close(self) -> None:
         """Let go of files and staging folder; the seat's pin is the subscriber's affair."""
+        self._left = True
         for file in self._files.values():
             file.close()
         if self._staging:
             await self._channel.disk.remove(self._staging)
             self._staging = ""
+
+    def _must_be_open(self) -> None:
+        if self._left:
+            raise Mistake(
+                f"the pin of version {self.number} was left: read inside its `with` block "
+                "(tensors that were taken there stay valid), or pin again",
+                version=self.number,
+            )
 
     def _find(self, name: str) -> tuple[str, Span]:
         if name not in self._spans:

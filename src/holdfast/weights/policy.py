@@ -183,12 +183,14 @@ def holds(
     versions: Sequence[OnDisk],
     pins: Iterable[Pin],
     acknowledgements: Iterable[Acknowledgement],
-    policy: Retention,
     now_s: float,
 ) -> list[Hold]:
-    """What each consumer keeps on the disk that could otherwise go, the largest first."""
-    free = policy.model_copy(update={"keep_every": 0, "keep_last": 1, "max_bytes": 0})
-    loose = deletable(versions, (), (), free, now_s)
+    """What each consumer keeps on the disk, the largest first.
+
+    The newest version is held by nobody: it stays anyway. What a policy wants counts as held
+    too, because it would give way to a budget.
+    """
+    loose = deletable(versions, (), (), Retention(keep_last=1), now_s)
     loose_set = set(loose)
     files = {one.version: one for one in versions}
     mine: dict[str, tuple[list[Pin], list[Acknowledgement]]] = {}

@@ -30,12 +30,15 @@ from holdfast.errors import (
     Conflict,
     Corrupt,
     Fenced,
+    HoldfastError,
     Mistake,
+    NoRoom,
     Retriable,
     TooLarge,
     UnknownOutcome,
 )
 from holdfast.ledger import Compare, Ledger
+from holdfast.tensors import size
 from holdfast.weights import about, shards
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Folder
@@ -53,9 +56,8 @@ from holdfast.weights.manifest import (
 )
 from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept, Version
-from holdfast.weights.room import make_room
+from holdfast.weights.room import holders, make_room
 from holdfast.weights.sweep import Report, Sweeper, clear
-from holdfast.weights.tensors import size
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import (
     STEMS,
@@ -63,6 +65,7 @@ from holdfast.weights.writing import (
     Prepared,
     Ticket,
     check_folder,
+    check_tensors,
     prepare,
     read_parts,
     write_carried,
@@ -127,6 +130,10 @@ class Publisher:
         self._shard_bytes = shard_bytes
         self._turn = asyncio.Lock()
         self._in_doubt = False
+        self._doubtful: dict[str, Version] = {}
+        """By its draft: the version whose commit was in doubt last."""
+        self._epochs: set[int] = set()
+        """All that were ours."""
         self._failed: list[str] = []
 
     @property
@@ -145,18 +152,35 @@ class Publisher:
         """Take over the channel and clean up what dead publishers have left."""
         try:
             await self._channel.make()
+            await self._check_book()
             await self._book.open_writer()
+            self._epochs.add(self._book.epoch)
             await about.write(self._channel, self._retention)
             await self._sweeper.sweep()
         except OSError as error:
             raise translate(error, f"the channel {self._layout.base} cannot be opened") from error
+
+    async def _check_book(self) -> None:
+        """Refuse a book that is not this folder's: to it, everything here belongs to nobody."""
+        await about.check_book(self._channel)
+        view = await self._book.view()
+        if view.epoch or view.head is not None:
+            return
+        scan = await self._sweeper.scan()
+        if any(item.name == MANIFEST for items in scan.versions.values() for item in items):
+            raise Mistake(
+                f"{self._layout.base} holds versions, but the ledger knows nothing of the channel "
+                f"in the run {self._channel.run}: check its URL and the run, or move the folder "
+                "away to begin anew"
+            )
 
     async def next_version(self) -> int:
         """A number that was never used: beyond the book, the folders and the trash."""
         scan = await self._sweeper.scan()
         view = await self._book.view()
         used = [*scan.versions, *view.versions, -1 if view.head is None else view.head]
-        used += [int(name.partition("-")[0]) for name in scan.trash if name[0].isdigit()]
+        trash = [name.partition("-")[0] for name in scan.trash]
+        used += [int(text) for text in trash if text.isascii() and text.isdecimal()]
         return max(used) + 1
 
     async def publish(
@@ -173,6 +197,7 @@ class Publisher:
         Publishing again what was published (and perhaps deleted since) does nothing.
         """
         async with self._attempt(step):
+            check_tensors(tensors)
             carried = await self._disk.work(_carried, files or {})
             ticket = await self._ticket(step, kind)
             prepared = await prepare(self._disk, ticket, tensors)
@@ -197,7 +222,9 @@ class Publisher:
     async def begin(self, step: int, *, kind: Kind = "model", new_bytes: int = 0) -> Ticket:
         """Begin a version that several ranks write; give the ticket to `write_part`.
 
-        `new_bytes` is about how much will be written, for the budget.
+        `new_bytes` is about how much all ranks together will write (what they share with the
+        version before is not written): so much room is made in the budget beforehand. What
+        they have really written is counted in `finish`.
         """
         async with self._attempt(step):
             if await self._book.lookup(step) is not None:
@@ -211,11 +238,19 @@ class Publisher:
     async def finish(
         self, ticket: Ticket, ranks: int, *, files: CarriedFiles | None = None
     ) -> Version:
-        """Publish what `ranks` ranks have written; call it when all of them are done."""
+        """Publish what `ranks` ranks have written; call it when all of them are done.
+
+        After `UnknownOutcome` call it again: it tells whether the version was published.
+        """
         async with self._attempt(ticket.step):
+            if ticket.path in self._doubtful:
+                return await self._settle(ticket)
             carried = await self._disk.work(_carried, files or {})
             async with self._draft(ticket, new=False) as folder:
+                await self._check_next(ticket.step)
                 parts = await read_parts(folder, ranks)
+                beside = sum(map(len, carried.values()))
+                await make_room(self._sweeper, self._book, self._retention, ticket.step, beside)
                 return await self._complete(
                     folder,
                     ticket,
@@ -224,9 +259,35 @@ class Publisher:
                     carried,
                 )
 
+    async def _settle(self, ticket: Ticket) -> Version:
+        """What became of a version whose commit was in doubt. Nothing of it can arrive now."""
+        version = self._doubtful.pop(ticket.path)
+        known = await self._book.lookup(ticket.step)
+        if isinstance(known, Version) and known.manifest == version.manifest:
+            return known
+        raise Mistake(
+            f"version {ticket.step} was not published, and what was written of it is gone: "
+            "begin it again",
+            version=ticket.step,
+        )
+
+    async def _check_next(self, step: int) -> None:
+        """Refuse a ticket whose number was published, or passed, since it was begun.
+
+        Its folder would otherwise be taken for one that was left by a publisher of before.
+        """
+        head = (await self._book.view()).head
+        if head is not None and step <= head:
+            raise Mistake(
+                f"version {step} cannot be published any more: the newest is {head} since it "
+                "was begun; begin a later one",
+                version=step,
+            )
+
     async def sweep(self, *, dry_run: bool = False) -> Report:
         """Delete what nobody needs; every publish does this too."""
         async with self._turn:
+            await self._book.check_writer()
             return await self._sweeper.sweep(dry_run=dry_run)
 
     # ---- one publish ---------------------------------------------------------
@@ -242,7 +303,10 @@ class Publisher:
                 # A commit whose outcome we do not know may still arrive: fence it off. But
                 # never take back what somebody newer has taken over.
                 await self._book.open_writer(again=True)
+                self._epochs.add(self._book.epoch)
                 self._in_doubt = False
+            # Before anything is swept by our policy: what is kept is up to who publishes now.
+            await self._book.check_writer()
             try:
                 while self._failed:
                     await self._disk.remove(self._failed[-1])
@@ -253,10 +317,23 @@ class Publisher:
                 await self._book.check_writer()
                 if isinstance(error, Corrupt):
                     raise
-                raise translate(error, f"version {step} was not published") from error
+                told = translate(error, f"version {step} was not published")
+                if isinstance(told, NoRoom):
+                    told = NoRoom(f"{told}{await self._told_holders()}", version=step)
+                raise told from error
+
+    async def _told_holders(self) -> str:
+        """Who keeps how much on a disk that is full; empty if that cannot be found out."""
+        try:
+            held = (await self._sweeper.sweep(dry_run=True)).holds
+        except (OSError, HoldfastError):
+            return ""
+        return f". {holders(held)}" if held else ""
 
     async def _ticket(self, step: int, kind: Kind) -> Ticket:
         """Where a version is written, and what it may share files with."""
+        if kind not in STEMS:
+            raise Mistake(f"kind is {' or '.join(map(repr, STEMS))}, not {kind!r}")
         view = await self._book.view()
         below = view.head is not None and step < view.head and step not in view.versions
         if below and await self._book.lookup(step) is None:
@@ -281,6 +358,12 @@ class Publisher:
     @contextlib.asynccontextmanager
     async def _draft(self, ticket: Ticket, *, new: bool = True) -> AsyncIterator[Folder]:
         """The draft's folder; after a failure it is removed, now or with the next try."""
+        if ticket.epoch in self._epochs - {self._book.epoch}:
+            raise Mistake(
+                f"the ticket for version {ticket.step} was given out before the ledger was away, "
+                "and what was written of it is fenced off: begin it again",
+                version=ticket.step,
+            )
         if ticket.epoch != self._book.epoch:
             raise Fenced(
                 f"the ticket for version {ticket.step} is of an earlier publisher: begin again",
@@ -327,7 +410,9 @@ class Publisher:
             version = await self._record(ticket, manifest, hashed)
         except Fenced:
             # It never became a version: readers that go by the marker must not take it for one.
-            await folder.unlink(STABLE)
+            # But without a ledger the marker is the commit, and somebody may have pinned it.
+            if self._channel.has_ledger:
+                await folder.unlink(STABLE)
             raise
         events.emit(
             Published(version=ticket.step, bytes=version.bytes, seconds=time.monotonic() - began)
@@ -398,7 +483,11 @@ class Publisher:
             published_s=self._channel.wall_s(),
         )
         self._in_doubt = True
-        await self._book.commit(version)
+        try:
+            await self._book.commit(version)
+        except UnknownOutcome:
+            self._doubtful = {ticket.path: version}
+            raise
         self._in_doubt = False
         faults.point(COMMITTED)
         return version
@@ -410,12 +499,20 @@ class Publisher:
             try:
                 await self._disk.rename(ticket.path, target)
                 return
+            except NotADirectoryError:
+                raise Mistake(
+                    f"{target} is in the way and is not a folder but a file or a link: move it "
+                    "away",
+                    version=ticket.step,
+                ) from None
             except FileExistsError:
                 await self._book.check_writer()
-                if not await clear(self._disk, target, ticket.epoch):
+                marked = self._channel.has_ledger
+                if not await clear(self._disk, target, ticket.epoch, marked=marked):
                     raise Mistake(
                         f"{target} is in the way and was not written by this channel's "
-                        "publisher: move it away, or publish another number",
+                        "publisher, or was published just now by another: move it away, or "
+                        "publish another number",
                         version=ticket.step,
                     ) from None
         raise Conflict(f"{target} was filled by others {PLACES} times: are two trainers running?")

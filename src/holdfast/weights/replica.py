@@ -15,11 +15,14 @@ Rules that it keeps:
   was told what it serves: from then on a round that forbids this version waits for it.
 - A version is staged (loaded aside, verified) before it is switched to. A failure is
   reported, what was served is served on, and it is tried again.
+- What an engine has lost is not served: nobody is let in from that moment on, and when
+  everybody is out the acknowledgement is taken back. Then it is loaded and acknowledged anew.
 """
 
 import abc
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,6 +66,13 @@ class Failed(events.Event, frozen=True, tag="weights.failed"):
     problem: str
 
 
+class Withdrawn(events.Event, frozen=True, tag="weights.withdrawn"):
+    """A replica's engine has lost what it served; the replica has taken back that it serves it."""
+
+    replica: str
+    version: int
+
+
 class Troubled(events.Event, frozen=True, tag="weights.troubled"):
     """A part of a replica failed with something unexpected; it is tried again."""
 
@@ -71,7 +81,37 @@ class Troubled(events.Event, frozen=True, tag="weights.troubled"):
 
 
 class Engine(abc.ABC):
-    """What serves. The replica calls these one at a time."""
+    """What serves. The replica calls these one at a time.
+
+    An engine whose contents can go while the replica lives (another process, a server) calls
+    `lose` when they have gone. What has been lost comes back through `revive`, `stage` and
+    `switch`.
+    """
+
+    losses = 0
+    """How often everything that it held, served or staged, has been lost."""
+
+    @functools.cached_property
+    def _losing(self) -> asyncio.Event:
+        return asyncio.Event()
+
+    def lose(self) -> None:
+        """Tell that nothing that was staged or served is there any more."""
+        self.losses += 1
+        self._losing.set()
+
+    async def lost(self, seen: int) -> None:
+        """Wait until `losses` is above `seen`; for ever where nothing can be lost."""
+        while self.losses <= seen:
+            self._losing.clear()
+            await self._losing.wait()
+
+    async def revive(self) -> None:  # noqa: B027 -- what lives in this process is always there
+        """Make sure that there is something to load into. Called before a version is staged.
+
+        Raises a `Retriable` when there is not, yet: a round does not wait for that, and it is
+        tried again.
+        """
 
     @abc.abstractmethod
     async def stage(self, pin: Pin) -> None:
@@ -90,7 +130,10 @@ class Engine(abc.ABC):
         await self.switch(pin)
 
     async def pause(self) -> None:  # noqa: B027 -- an engine behind `admit` needs nothing more
-        """Stop answering; what is being answered is finished first. May be called twice."""
+        """Stop answering; what is being answered is finished first. May be called twice.
+
+        Raises when it was lost: whoever waits here keeps others from taking note of that.
+        """
 
     async def resume(self) -> None:  # noqa: B027 -- as above
         """Answer again."""
@@ -122,9 +165,12 @@ class Replica:
         self._runtime = subscriber.channel.runtime
         self._follower = self.follower_kind(self._runtime, subscriber.channel.keys)
         self._tasks: list[asyncio.Task[None]] = []
-        # What the engine holds, and what is loaded aside.
-        self._loaded: int | None = None
+        # What the engine holds, and what is loaded aside, each with the losses that it had when
+        # it took it.
+        self._holds: tuple[int | None, int] = None, 0
         self._aside: tuple[Pin, contextlib.AsyncExitStack] | None = None
+        self._aside_losses = 0
+        self._minded = engine.losses
         # The door.
         self._open = False
         self._paused = False
@@ -149,6 +195,7 @@ class Replica:
             self._runtime.spawn(self._forever(self._follow), name=f"{self.name} follows"),
             self._runtime.spawn(self._forever(self._guard), name=f"{self.name} guards"),
             self._runtime.spawn(self._forever(self._load), name=f"{self.name} loads"),
+            self._runtime.spawn(self._forever(self._mind), name=f"{self.name} minds"),
             self._runtime.spawn(self._forever(self._follower.drive), name=f"{self.name} drives"),
         ]
         return self
@@ -180,6 +227,16 @@ class Replica:
                 await self._runtime.sleep(RETRY_S)
             else:
                 await self._follower.moved(seen)
+
+    @property
+    def _loaded(self) -> int | None:
+        """What the engine holds: nothing from the moment when that was lost."""
+        version, losses = self._holds
+        return version if losses == self._engine.losses else None
+
+    @_loaded.setter
+    def _loaded(self, version: int | None) -> None:
+        self._holds = version, self._engine.losses
 
     # ---- the door ------------------------------------------------------------
 
@@ -218,6 +275,10 @@ class Replica:
         if not self._paused:
             await self._engine.pause()
             self._paused = True
+        return await self._emptied(still)
+
+    async def _emptied(self, still: Callable[[], bool] = lambda: True) -> bool:
+        """Wait until nobody is inside, as long as there is need to."""
         while self._inside and still():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -259,13 +320,32 @@ class Replica:
             async with self._door:
                 await self._open_door()
 
+    async def _mind(self) -> None:
+        """When the engine has lost what it held, take back that we serve it."""
+        while True:
+            await self._engine.lost(self._minded)
+            losses = self._engine.losses
+            async with self._door:
+                version = self._subscriber.acknowledged
+                # Unless it was loaded again before it was our turn.
+                if self._loaded is None and version is not None:
+                    self._open = False
+                    await self._emptied()
+                    await self._tell(withdraw=True)
+                    events.emit(Withdrawn(replica=self.name, version=version))
+            self._minded = losses
+
     # ---- loading -------------------------------------------------------------
 
     async def _load(self) -> None:
         """Stage what is to be staged, switch to what is to be served."""
         target = self._follower.target
         goal = target.staging if target.staging is not None else next(iter(target.allowed), None)
-        if self._aside is not None and (self._aside[0].number != goal or self._aside[0].lost):
+        if self._aside is not None and (
+            self._aside[0].number != goal
+            or self._aside[0].lost
+            or self._aside_losses != self._engine.losses
+        ):
             await self._drop()
         if self._failed not in (None, goal):  # so that the next round for it is a new try
             self._failed, self._problem = None, ""
@@ -281,17 +361,28 @@ class Replica:
             raise
         except Exception as error:
             await self._drop()
-            self._failed, self._problem = goal, f"{type(error).__name__}: {error}"
-            events.emit(Failed(replica=self.name, version=goal, problem=self._problem))
-            await self._tell()
+            await self._fail(goal, error)
             await self._runtime.sleep(RETRY_S)
             raise Unavailable(self._problem) from error  # tried again
 
+    async def _fail(self, version: int, error: Exception) -> None:
+        """Tell that a version cannot be loaded now, so that nobody waits for us."""
+        self._failed, self._problem = version, f"{type(error).__name__}: {error}"
+        events.emit(Failed(replica=self.name, version=version, problem=self._problem))
+        await self._tell()
+
     async def _stage(self, version: int) -> None:
+        try:  # before the version's bytes are compared, which takes long
+            await self._engine.revive()
+        except Retriable as error:
+            if self._failed != version:
+                await self._fail(version, error)
+            raise
+        losses = self._engine.losses
         async with contextlib.AsyncExitStack() as stack:
             pin = await stack.enter_async_context(self._subscriber.pin(version))
             await self._engine.stage(pin)
-            self._aside = pin, stack.pop_all()
+            self._aside, self._aside_losses = (pin, stack.pop_all()), losses
         if self._failed == version:
             self._failed, self._problem = None, ""
         events.emit(Staged(replica=self.name, version=version))
@@ -302,13 +393,12 @@ class Replica:
         async with self._door:
             await self._close_door()
             if self._loaded != version:
-                last, self._loaded = self._loaded, None
+                last = self._loaded
                 try:
-                    await self._engine.switch(self._aside[0])
+                    await self._into_engine(self._engine.switch, self._aside[0])
                 except Exception:
                     await self._go_back(last)
                     raise
-                self._loaded = version
             await self._tell(acknowledge=version)
             await self._drop(tell=False)
             events.emit(Switched(replica=self.name, version=version))
@@ -318,9 +408,17 @@ class Replica:
         """The engine may hold anything now: load what it held before, which we still serve."""
         if version is None:
             return
+        await self._engine.revive()
         async with self._subscriber.pin(version) as pin:
-            await self._engine.restore(pin)
-        self._loaded = version
+            await self._into_engine(self._engine.restore, pin)
+
+    async def _into_engine(self, load: Callable[[Pin], Awaitable[None]], pin: Pin) -> None:
+        """Have the engine hold a version, if it is not lost meanwhile."""
+        self._loaded, losses = None, self._engine.losses
+        await load(pin)
+        if losses != self._engine.losses:
+            raise Unavailable(f"the engine of {self.name} was lost while it took {pin.number}")
+        self._loaded = pin.number
 
     async def _drop(self, *, tell: bool = True) -> None:
         """Forget what is loaded aside."""
@@ -342,13 +440,13 @@ class Replica:
             "held": self._held,
         }
 
-    async def _tell(self, acknowledge: int | None = None) -> None:
+    async def _tell(self, acknowledge: int | None = None, *, withdraw: bool = False) -> None:
         """Report where we are. Raises `LeaseLost` when we got another seat meanwhile."""
         async with self._telling:
             seat, report = self._subscriber.seat_id, self._report()
             if report["staged"] == acknowledge:
                 report["staged"] = None
-            await self._subscriber.report(acknowledged=acknowledge, **report)
+            await self._subscriber.report(acknowledged=acknowledge, withdraw=withdraw, **report)
             if seat != self._subscriber.seat_id:
                 raise LeaseLost(f"{self.name} has a new seat, which is to be told too")
             self._told = seat, report

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
 
 from holdfast import events
@@ -9,8 +10,13 @@ from holdfast.errors import NoRoom, TooLarge
 from holdfast.weights.book import Book
 from holdfast.weights.policy import Hold, Retention
 from holdfast.weights.sweep import Report, Sweeper
+from holdfast.weights.text import numbers, size
 
-__all__ = ["Waiting", "make_room"]
+__all__ = ["Waiting", "holders", "make_room"]
+
+LOG = logging.getLogger("holdfast")
+TELL_S = 30.0
+"""How often a publisher that waits says so."""
 
 
 class Waiting(events.Event, frozen=True, tag="weights.waiting"):
@@ -27,8 +33,8 @@ async def make_room(
     """Return when `new_bytes` fit into the budget; else an error names who holds what."""
     if policy.max_bytes and new_bytes > policy.max_bytes:
         raise TooLarge(
-            f"version {step} has {new_bytes} new bytes, the budget of the channel is "
-            f"{policy.max_bytes}: raise max_bytes",
+            f"version {step} has {size(new_bytes)} of new files, the budget of the channel is "
+            f"{size(policy.max_bytes)}: raise max_bytes",
             version=step,
         )
     report = await sweeper.sweep(new_bytes)
@@ -42,37 +48,48 @@ async def make_room(
         )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(policy.wait_s):
-                report = await _until_room(sweeper, book, new_bytes)
+                report = await _until_room(sweeper, book, step, new_bytes, report)
     if report.missing_bytes:
         raise NoRoom(
-            f"version {step} needs {new_bytes} bytes, {report.missing_bytes} more than the "
-            f"budget of {policy.max_bytes} has left: {_holders(report.holds)}",
+            f"version {step} needs {size(new_bytes)}, {size(report.missing_bytes)} more than "
+            f"the budget of {size(policy.max_bytes)} has left: {holders(report.holds)}",
             version=step,
         )
 
 
-async def _until_room(sweeper: Sweeper, book: Book, new_bytes: int) -> Report:
-    async with contextlib.aclosing(book.changes()) as changes:
-        async for _ in changes:
-            report = await sweeper.sweep(new_bytes)
-            if not report.missing_bytes:
-                return report
+async def _until_room(
+    sweeper: Sweeper, book: Book, step: int, new_bytes: int, report: Report
+) -> Report:
+    telling = asyncio.create_task(_tell(step, report))
+    try:
+        async with contextlib.aclosing(book.changes()) as changes:
+            async for _ in changes:
+                report = await sweeper.sweep(new_bytes)
+                if not report.missing_bytes:
+                    return report
+    finally:
+        telling.cancel()
     raise AssertionError("changes go on for ever")
 
 
-def _holders(holds: Sequence[Hold]) -> str:
+async def _tell(step: int, report: Report) -> None:
+    """Say who is waited for, again and again, where people look."""
+    while True:
+        LOG.warning(
+            "version %d waits for %s: %s", step, size(report.missing_bytes), holders(report.holds)
+        )
+        await asyncio.sleep(TELL_S)
+
+
+def holders(holds: Sequence[Hold]) -> str:
+    """Who keeps what, for people."""
     if not holds:
         return "no consumer holds anything: raise max_bytes or keep less"
     more = f"; and {len(holds) - 10} more" if len(holds) > 10 else ""
     return (
         "; ".join(
-            f"{hold.consumer} holds versions {_numbers(hold.versions)} ({hold.bytes} bytes)"
+            f"{hold.consumer} holds {numbers(hold.versions)} ({size(hold.bytes)})"
             for hold in holds[:10]
         )
         + more
     )
-
-
-def _numbers(versions: Sequence[int]) -> str:
-    shown = ", ".join(map(str, versions[:5]))
-    return shown if len(versions) <= 5 else f"{shown} … {versions[-1]}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.weights.tensors import Source, size
+from holdfast.tensors import Source, size
 
 __all__ = ["ADAPTER", "MODEL", "Shard", "index", "index_file", "part_file", "plan"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import Corrupt, Mistake, TooLarge
-from holdfast.weights.tensors import DTYPES, MAX_DIMS, Source, name_problem, size
+from holdfast.tensors import DTYPES, MAX_DIMS, Source, name_problem, size
 
 __all__ = ["MAX_HEADER_BYTES", "METADATA", "Span", "chunks", "header", "parse"]
 

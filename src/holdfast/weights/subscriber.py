@@ -37,7 +37,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Ledger
 from holdfast.timeouts import DEFAULTS
-from holdfast.weights import foreign
+from holdfast.weights import about, foreign
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Folder, OpenFile
@@ -46,6 +46,7 @@ from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, de
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs
 from holdfast.weights.records import Consumer, Swept, Told, Version
+from holdfast.weights.text import plural
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import check_files, close_files, open_files
 
@@ -62,6 +63,8 @@ _NO_FILE = (
 )
 """Nothing, or a link, a folder, a pipe or a socket, is where a file was."""
 ATTEMPTS = 20
+LOOK_S = 2.0
+"""How long to look for what there is, for an error's message."""
 
 PINNED = faults.declare("weights.pin.recorded", "pinned in the book, no file open")
 OPENED = faults.declare("weights.pin.opened", "all files open, lease not checked again")
@@ -105,12 +108,32 @@ class Subscriber:
 
     async def __aenter__(self) -> Self:
         try:
-            await self.channel.make()
+            await self._arrive()
         except OSError as error:
-            raise translate(error, "the channel's folder cannot be opened") from error
+            raise translate(error, f"{self.channel.layout.base} cannot be opened") from error
         await self._sit()
         self._tending = self._runtime.spawn(self._tend(), name=f"seat of {self.name}")
         return self
+
+    async def _arrive(self) -> None:
+        """Look at the folder. With a ledger it is made by whoever publishes, not by us."""
+        if not self.channel.has_disk:
+            return
+        await about.check_book(self.channel)
+        try:
+            (await self.channel.disk.folder(self.channel.layout.base)).close()
+        except FileNotFoundError:
+            self.channel.warn(
+                "%s waits at %s, where nothing was published yet", self.name, self._where()
+            )
+        if not self.channel.has_ledger:
+            await self.channel.make()
+
+    def _where(self) -> str:
+        """Where we look, for people: whoever waits in vain may have come to the wrong place."""
+        url = self.channel.ledger_url
+        ledger = "marker files" if url is None else url or "the ledger"
+        return f"{self.channel.layout.base} ({ledger}, run {self.channel.run})"
 
     async def __aexit__(self, *_: object) -> None:
         if self._tending is not None:
@@ -132,14 +155,20 @@ class Subscriber:
             return self._seat
 
     async def _tend(self) -> None:
-        """Come back by ourselves after our lease has ended."""
+        """Come back by ourselves after our lease has ended, whatever is in the way for now."""
+        told = ""
         while True:
             seat = self._seat
             assert seat is not None
             await seat.lost.wait()
             try:
                 await self._sit()
-            except (Retriable, UnknownOutcome, LeaseLost):
+                told = ""
+            except HoldfastError as error:
+                if not isinstance(error, Retriable | UnknownOutcome | LeaseLost):
+                    if str(error) != told:
+                        self.channel.warn("%s cannot take its seat again: %s", self.name, error)
+                    told = str(error)
                 await self._runtime.sleep(0.5 + self._runtime.random.random())
 
     # ---- looking -------------------------------------------------------------
@@ -205,7 +234,24 @@ class Subscriber:
                                     return found
                     await self._runtime.sleep(0.2 + 0.2 * self._runtime.random.random())
         except TimeoutError:
-            raise TimedOut(f"{what} was not published within {timeout_s} s") from None
+            raise TimedOut(
+                f"{what} was not published within {timeout_s} s at {self._where()}: "
+                f"{await self._known()}"
+            ) from None
+
+    async def _known(self) -> str:
+        """What there is instead of what somebody waits for."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                view = await self._book.view()
+        except (HoldfastError, TimeoutError) as error:
+            return f"it does not answer {error}".rstrip()
+        if not view.versions:
+            who = ": no publisher was ever there" if view.epoch == 0 else " yet"
+            return f"nothing was published{who}"
+        if (newest := view.newest()) is None:
+            return f"all {plural(len(view.versions), 'version')} are marked as damaged"
+        return f"the newest is {newest.version}"
 
     # ---- pinning -------------------------------------------------------------
 
@@ -264,7 +310,10 @@ class Subscriber:
     async def _newest(self) -> int:
         newest = await self.latest()
         if newest is None:
-            raise NotFound("nothing was published on this channel yet: use `wait_newer(None)`")
+            raise NotFound(
+                f"there is nothing to load at {self._where()}, {await self._known()}: use "
+                "`wait_newer(None)`"
+            )
         return newest.version
 
     async def _open(self, seat: Seat, record: Version) -> Pin:
@@ -324,6 +373,13 @@ class Subscriber:
         # Older ones can be pinned again if they are wanted again.
         self._loaded = {n: content for n, content in self._loaded.items() if n >= version}
 
+    def _counts(self, seat: Seat) -> bool:
+        """Whether what was told on this seat is told.
+
+        If it was lost in this moment the new one, perhaps on its way, does not know of it.
+        """
+        return seat is self._seat and not seat.lost.is_set()
+
     async def report(
         self,
         *,
@@ -332,10 +388,14 @@ class Subscriber:
         problem: str = "",
         failed: int | None = None,
         held: int = 0,
+        withdraw: bool = False,
     ) -> None:
-        """Tell what is loaded aside, what is served (None: as before), what went wrong."""
+        """Tell what is loaded aside, what is served (None: as before), what went wrong.
+
+        `withdraw` tells that nothing is served any more.
+        """
         content = self._loaded.get(acknowledged, "") if acknowledged is not None else ""
-        if acknowledged is None or acknowledged == self._told.acknowledged:
+        if not withdraw and (acknowledged is None or acknowledged == self._told.acknowledged):
             acknowledged, content = self._told.acknowledged, self._told.content
         told = Told(
             staged=staged,
@@ -354,7 +414,7 @@ class Subscriber:
                 failure = error
                 await self._runtime.sleep(0.2 * (0.5 + self._runtime.random.random()))
                 continue
-            if seat is not self._seat:  # lost in this moment; the new one does not know of it
+            if not self._counts(seat):
                 failure = LeaseLost(f"{self.name} lost its lease while it reported")
                 continue
             # What is staged is pinned, and a pin ends with its seat.

@@ -13,6 +13,7 @@ sweep that was killed is finished by the next one, whoever runs it. The order ma
 """
 
 import contextlib
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -21,7 +22,7 @@ from holdfast.errors import Corrupt, TooNew
 from holdfast.weights.book import Book, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Disk, Item
-from holdfast.weights.layout import epoch_of, number
+from holdfast.weights.layout import Layout, epoch_of, number
 from holdfast.weights.manifest import MANIFEST, MARKER, MAX_MANIFEST_BYTES, STABLE, decode
 from holdfast.weights.policy import (
     Files,
@@ -32,8 +33,9 @@ from holdfast.weights.policy import (
     holds,
     used_bytes,
 )
+from holdfast.weights.trouble import NOT_A_FILE
 
-__all__ = ["Report", "Scan", "Sweeper", "Swept"]
+__all__ = ["Report", "Scan", "Sweeper", "Swept", "files_of"]
 
 DECIDED = faults.declare("weights.sweep.decided", "a version is to go, nothing done yet")
 RECORDED = faults.declare("weights.sweep.recorded", "given up in the book, folder still there")
@@ -45,6 +47,13 @@ class Swept(events.Event, frozen=True, tag="weights.swept"):
 
     version: int
     bytes: int
+
+
+class Stuck(events.Event, frozen=True, tag="weights.stuck"):
+    """Something that belongs to nobody could not be removed; the next sweep tries it again."""
+
+    path: str
+    reason: str
 
 
 class Scan(msgspec.Struct):
@@ -63,6 +72,19 @@ class Scan(msgspec.Struct):
                 found.update(files)
         return found
 
+    def by_path(self, layout: Layout) -> dict[str, Files]:
+        """Every folder with the files in it."""
+        found: dict[str, Files] = {
+            layout.version(one): files_of(items) for one, items in self.versions.items()
+        }
+        for path, group in (
+            (layout.drafts, self.drafts),
+            (layout.staging, self.staging),
+            (layout.trash, self.trash),
+        ):
+            found.update({f"{path}/{name}": files for name, files in group.items()})
+        return found
+
 
 class Report(msgspec.Struct, frozen=True):
     """What a sweep did, and what is left."""
@@ -73,6 +95,12 @@ class Report(msgspec.Struct, frozen=True):
     missing_bytes: int
     """What is missing in the budget for the room that was wanted."""
     holds: tuple[Hold, ...]
+    freed_bytes: int = 0
+    """Of files that no folder has any more."""
+    beyond: tuple[int, ...] = ()
+    """Folders beyond the newest version: of a publisher at work, or known to another ledger."""
+    stuck: dict[str, str] = {}
+    """What could not be removed, and why."""
 
 
 class Sweeper:
@@ -138,23 +166,41 @@ class Sweeper:
             other=scan.other(),
         )
         rubbish = self._rubbish(scan, view)
-        if dry_run:
-            return self._report(scan, view, versions, chosen, rubbish, reserve_bytes)
-        deleted = []
-        for one in chosen:
-            faults.point(DECIDED)
-            if await self._book.forget(view, one):
-                faults.point(RECORDED)
-                await self._move_away(self._layout.version(one))
-                deleted.append(one)
-                events.emit(Swept(version=one, bytes=view.versions[one].bytes))
-        for path in rubbish:
+        stuck: dict[str, str] = {}
+        deleted = [one for one in chosen if self._book.may_forget(view, one)]
+        if not dry_run:
+            deleted = [one for one in deleted if await self._give_up(view, one, stuck)]
+            rubbish = tuple([path for path in rubbish if await self._remove(path, stuck)])
+        cleared = await self._clear_beyond(scan, view, dry_run=dry_run)
+        rubbish += tuple(map(self._layout.version, cleared))
+        return self._report(scan, view, versions, tuple(deleted), rubbish, stuck, reserve_bytes)
+
+    async def _give_up(self, view: View, one: int, stuck: dict[str, str]) -> bool:
+        """Delete a version, unless somebody needs it since the view."""
+        faults.point(DECIDED)
+        if not await self._book.forget(view, one):
+            return False
+        faults.point(RECORDED)
+        await self._remove(self._layout.version(one), stuck)
+        events.emit(Swept(version=one, bytes=view.versions[one].bytes))
+        return True
+
+    async def _remove(self, path: str, stuck: dict[str, str]) -> bool:
+        """Remove what belongs to nobody; tells whether that was possible.
+
+        Something that another user owns, or that the file system does not let go, must not
+        keep anybody from publishing: it is told, counted, and tried again by the next sweep.
+        """
+        try:
             if path.startswith(f"{self._layout.trash}/"):
                 await self._disk.remove(path)
             else:
                 await self._move_away(path)
-        await self._clear_beyond(scan, view)
-        return self._report(scan, view, versions, tuple(deleted), rubbish, reserve_bytes)
+        except OSError as error:
+            stuck[path] = error.strerror or str(error)
+            events.emit(Stuck(path=path, reason=stuck[path]))
+            return False
+        return True
 
     def _report(
         self,
@@ -163,21 +209,49 @@ class Sweeper:
         versions: list[OnDisk],
         deleted: tuple[int, ...],
         rubbish: tuple[str, ...],
+        stuck: dict[str, str],
         reserve_bytes: int,
     ) -> Report:
         left = [one for one in versions if one.version not in deleted]
         gone = {path.rpartition("/")[2] for path in rubbish}
         other = {
             inode: size
-            for group in (scan.drafts, scan.staging)
+            for group in (scan.drafts, scan.staging, scan.trash)
             for name, files in group.items()
             if name not in gone
             for inode, size in files.items()
         }
-        held = holds(left, view.pins(), view.acknowledgements(), self._retention, view.now_s)
+        held = holds(left, view.pins(), view.acknowledgements(), view.now_s)
         used, budget = used_bytes(left, other), self._retention.max_bytes
         missing = max(0, used + reserve_bytes - budget) if budget else 0
-        return Report(deleted, rubbish, used, missing, tuple(held))
+        beyond = [
+            one
+            for one, items in scan.versions.items()
+            if _is_beyond(one, view)
+            and any(item.name == MANIFEST for item in items)
+            and self._layout.version(one) not in rubbish
+        ]
+        freed = self._freed(scan, deleted, rubbish, stuck)
+        return Report(
+            deleted, rubbish, used, missing, tuple(held), freed, tuple(sorted(beyond)), stuck
+        )
+
+    def _freed(
+        self,
+        scan: Scan,
+        deleted: tuple[int, ...],
+        rubbish: tuple[str, ...],
+        stuck: Mapping[str, str],
+    ) -> int:
+        """What is on the disk no more: a file goes with the last folder that has it."""
+        gone = ({self._layout.version(one) for one in deleted} | {*rubbish}) - stuck.keys()
+        before: dict[int, int] = {}
+        after: dict[int, int] = {}
+        for path, files in scan.by_path(self._layout).items():
+            before.update(files)
+            if path not in gone:
+                after.update(files)
+        return sum(before.values()) - sum(after.values())
 
     def _rubbish(self, scan: Scan, view: View) -> tuple[str, ...]:
         """Paths that belong to nobody."""
@@ -199,9 +273,16 @@ class Sweeper:
             if one not in view.versions
             and view.head is not None
             and one <= view.head
-            and _ours({item.name for item in items})
+            and self._may_be_ours(items)
         ]
         return tuple(found)
+
+    def _may_be_ours(self, items: list[Item]) -> bool:
+        """Whether a folder is a version of ours, or what is left of one.
+
+        Without a ledger an empty one may be another trainer's, who has just made it.
+        """
+        return _ours({item.name for item in items}) and bool(items or self._channel.has_ledger)
 
     async def _move_away(self, path: str) -> None:
         """Rename a folder out of sight, then remove it.
@@ -219,24 +300,40 @@ class Sweeper:
         await self._channel.sync_base()
         await self._disk.remove(away)
 
-    async def _clear_beyond(self, scan: Scan, view: View) -> None:
+    async def _clear_beyond(
+        self, scan: Scan, view: View, *, dry_run: bool = False
+    ) -> tuple[int, ...]:
         """Empty what replaced publishers left beyond the head, through the folders themselves.
 
         Such a number may be published at any time, so the name proves nothing. What is
         emptied is the folder that was looked into, and only an empty folder is removed by
-        name.
+        name. Returns which numbers those were.
         """
-        for one in scan.versions:
-            if one not in view.versions and (view.head is None or one > view.head):
-                path = self._layout.version(one)
-                if await clear(self._disk, path, view.epoch - 1):
+        cleared = []
+        marked = self._channel.has_ledger
+        for one, items in scan.versions.items():
+            if not _is_beyond(one, view) or not self._may_be_ours(items):
+                continue
+            path = self._layout.version(one)
+            if await clear(self._disk, path, view.epoch - 1, marked=marked, dry_run=dry_run):
+                if not dry_run:
                     await self._disk.remove_empty(path)
+                cleared.append(one)
+        return tuple(cleared)
 
 
-async def clear(disk: Disk, path: str, epoch: int) -> bool:
+def _is_beyond(one: int, view: View) -> bool:
+    """Whether this number was never published and still may be."""
+    return one not in view.versions and (view.head is None or one > view.head)
+
+
+async def clear(
+    disk: Disk, path: str, epoch: int, *, marked: bool = True, dry_run: bool = False
+) -> bool:
     """Empty a version's folder that was never committed and cannot be any more.
 
-    Only what a publisher up to `epoch` has written is touched. The markers go first and the
+    Only what a publisher up to `epoch` has written is touched, and only with `marked` what
+    bears the marker: without a ledger that is the commit. The markers go first and the
     manifest last, so an interrupted clearing is recognised. Tells whether the folder is
     (or was) ours to clear.
     """
@@ -245,10 +342,11 @@ async def clear(disk: Disk, path: str, epoch: int) -> bool:
     except FileNotFoundError:
         return True
     async with folder:
-        names = [item.name for item in await folder.items()]
+        items = await folder.items()
+        names = [item.name for item in items]
         if not names:
             return True
-        if not _ours(set(names)):
+        if not _ours(set(names)) or any(item.is_folder for item in items):
             return False
         try:
             if MANIFEST in names:
@@ -259,6 +357,16 @@ async def clear(disk: Disk, path: str, epoch: int) -> bool:
             return True  # somebody else is emptying it
         except (Corrupt, TooNew):
             return False
+        except OSError as error:
+            if error.errno not in NOT_A_FILE:
+                raise
+            return False
+        if dry_run:
+            return marked or STABLE not in names
+        if not marked:
+            await folder.unlink(MARKER)  # from here on its writer cannot mark it any more
+            if any(item.name == STABLE for item in await folder.items()):
+                return False
         # In this order, and each synced before the next: without a marker nobody takes it
         # for a version (nor can its writer mark it any more), and as long as anything is
         # there the manifest tells whose it is.
@@ -277,10 +385,9 @@ def _ours(names: set[str]) -> bool:
 
 def on_disk(scan: Scan, view: View) -> list[OnDisk]:
     """The versions of the book with the files that they have."""
-    return [
-        OnDisk(
-            one,
-            {item.inode: item.bytes for item in scan.versions.get(one, ()) if not item.is_folder},
-        )
-        for one in view.versions
-    ]
+    return [OnDisk(one, files_of(scan.versions.get(one, ()))) for one in view.versions]
+
+
+def files_of(items: Iterable[Item]) -> dict[int, int]:
+    """The files among what lies in a folder: bytes by inode."""
+    return {item.inode: item.bytes for item in items if not item.is_folder}

@@ -8,27 +8,34 @@
             pin.load_into(model.state_dict())
             subscriber.acknowledge(pin.number)
 
-One thread with an event loop does the work and keeps the leases alive; every call here waits
-for its answer. `url=None` means marker files alone. A process that forks afterwards must
-open its own.
+The same calls as in an event loop, without `await`. One thread with an event loop does the
+work and keeps the leases alive; every call here waits for its answer. `url=None` means marker
+files alone. A process that forks afterwards must open its own.
 """
 
 import contextlib
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from holdfast.ledger import Compare
 from holdfast.ledger import open as open_ledger
 from holdfast.loopthread import LoopThread
+from holdfast.weights.local import LocalDisk
+from holdfast.weights.manifest import Manifest
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs, Retention
-from holdfast.weights.publisher import CarriedFiles, Publisher
+from holdfast.weights.publisher import SHARD_BYTES, CarriedFiles, Publisher
 from holdfast.weights.records import Swept, Version
 from holdfast.weights.subscriber import LEASE_S, Subscriber
 from holdfast.weights.sweep import Report
-from holdfast.weights.writing import Kind
+from holdfast.weights.writing import Kind, Part, Ticket, write_part
 
-__all__ = ["SyncPublisher", "SyncSubscriber", "open_publisher", "open_subscriber"]
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+__all__ = ["SyncPin", "SyncPublisher", "SyncSubscriber", "open_publisher", "open_subscriber"]
 
 T = TypeVar("T")
 
@@ -41,13 +48,24 @@ def open_publisher(
     *,
     run: str = "default",
     name: str = "publisher",
+    guards: Sequence[Compare] = (),
+    shard_bytes: int = SHARD_BYTES,
 ) -> "SyncPublisher":
     """Take over publishing on a channel. Close it, or use `with`."""
     loop = _Loop()
 
     async def opened() -> Publisher:
         ledger = await loop.stack.enter_async_context(open_ledger(url)) if url else None
-        publisher = Publisher(root, ledger, channel, retention, run=run, name=name)
+        publisher = Publisher(
+            root,
+            ledger,
+            channel,
+            retention,
+            run=run,
+            name=name,
+            guards=guards,
+            shard_bytes=shard_bytes,
+        )
         return await loop.stack.enter_async_context(publisher)
 
     return SyncPublisher(loop, loop.begin(opened()))
@@ -153,9 +171,98 @@ class SyncPublisher(_Opened):
         """See `Publisher.publish`."""
         return self._loop.run(self._publisher.publish(step, tensors, files=files, kind=kind))
 
+    def begin(self, step: int, *, kind: Kind = "model", new_bytes: int = 0) -> Ticket:
+        """See `Publisher.begin`."""
+        return self._loop.run(self._publisher.begin(step, kind=kind, new_bytes=new_bytes))
+
+    def write_part(self, ticket: Ticket, rank: int, tensors: Mapping[str, object]) -> Part:
+        """See `holdfast.weights.write_part`, for the rank that has the publisher.
+
+        Others have none: `asyncio.run(write_part(LocalDisk(), ticket, rank, tensors))`.
+        """
+        return self._loop.run(write_part(LocalDisk(), ticket, rank, tensors))
+
+    def finish(self, ticket: Ticket, ranks: int, *, files: CarriedFiles | None = None) -> Version:
+        """See `Publisher.finish`."""
+        return self._loop.run(self._publisher.finish(ticket, ranks, files=files))
+
     def sweep(self, *, dry_run: bool = False) -> Report:
         """See `Publisher.sweep`."""
         return self._loop.run(self._publisher.sweep(dry_run=dry_run))
+
+
+class SyncPin:
+    """The same calls as `Pin`, each returning when it is done."""
+
+    def __init__(self, loop: _Loop, pin: Pin) -> None:
+        self._loop = loop
+        self._pin = pin
+
+    @property
+    def version(self) -> Version:
+        """The record of the pinned version."""
+        return self._pin.version
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of."""
+        return self._pin.manifest
+
+    @property
+    def number(self) -> int:
+        """See `Pin.number`."""
+        return self._pin.number
+
+    @property
+    def verified(self) -> bool:
+        """See `Pin.verified`."""
+        return self._pin.verified
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Pin.names`."""
+        return self._pin.names
+
+    @property
+    def lost(self) -> bool:
+        """See `Pin.lost`."""
+        return self._pin.lost
+
+    def check(self) -> None:
+        """See `Pin.check`."""
+        self._loop.run(self._pin.check())
+
+    def stage(self) -> str:
+        """See `Pin.stage`."""
+        return self._loop.run(self._pin.stage())
+
+    def raw(self, name: str) -> memoryview:
+        """See `Pin.raw`."""
+        return self._pin.raw(name)
+
+    def numpy(self, name: str) -> "np.ndarray[Any, Any]":
+        """See `Pin.numpy`."""
+        return self._pin.numpy(name)
+
+    def torch(self, name: str) -> "Tensor":
+        """See `Pin.torch`."""
+        return self._pin.torch(name)
+
+    def state_dict(self) -> "dict[str, Tensor]":
+        """See `Pin.state_dict`."""
+        return self._pin.state_dict()
+
+    def load_into(self, target: "Mapping[str, Tensor]") -> None:
+        """See `Pin.load_into`."""
+        self._pin.load_into(target)
+
+    def fits(self, target: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+        """See `Pin.fits`."""
+        return self._pin.fits(target)
+
+    def carried(self, name: str) -> bytes:
+        """See `Pin.carried`."""
+        return self._pin.carried(name)
 
 
 class SyncSubscriber(_Opened):
@@ -178,22 +285,19 @@ class SyncSubscriber(_Opened):
         return self._loop.run(self._subscriber.wait_newer(than, timeout_s))
 
     @contextlib.contextmanager
-    def pin(self, version: int | None = None) -> Iterator[Pin]:
-        """See `Subscriber.pin`. The pin's `check` and `stage` are for event loops: use ours."""
+    def pin(self, version: int | None = None) -> Iterator[SyncPin]:
+        """See `Subscriber.pin`."""
         held = self._subscriber.pin(version)
         pin = self._loop.run(held.__aenter__())
         try:
-            yield pin
+            yield SyncPin(self._loop, pin)
         finally:
             self._loop.run(held.__aexit__(None, None, None))
 
-    def check(self, pin: Pin) -> None:
-        """See `Pin.check`."""
-        self._loop.run(pin.check())
-
-    def stage(self, pin: Pin) -> str:
-        """See `Pin.stage`."""
-        return self._loop.run(pin.stage())
+    @property
+    def acknowledged(self) -> int | None:
+        """See `Subscriber.acknowledged`."""
+        return self._subscriber.acknowledged
 
     def acknowledge(self, version: int) -> None:
         """See `Subscriber.acknowledge`."""

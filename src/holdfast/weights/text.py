@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import Mistake
 
-__all__ = ["age", "clean", "numbers", "parse_bytes", "size", "table"]
+__all__ = ["age", "clean", "numbers", "parse_bytes", "plural", "size", "table"]
 
 _UNITS = "KMGTP"
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGTP])(iB|B)?|B)?", re.IGNORECASE)
@@ -52,6 +52,11 @@ def numbers(found: Sequence[int]) -> str:
     if len(found) <= 6:
         return ", ".join(map(str, found))
     return f"{', '.join(map(str, found[:3]))} … {found[-1]} ({len(found)})"
+
+
+def plural(count: int, noun: str) -> str:
+    """So many of something."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def clean(text: str, limit: int = 200) -> str:

@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.errors import Corrupt, Gone, HoldfastError, NotFound
 from holdfast.weights import foreign
-from holdfast.weights.book import Book, View
+from holdfast.weights.book import DELETING, Book, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Folder, Item, OpenFile
 from holdfast.weights.layout import version_folder
@@ -55,6 +55,7 @@ Problem = Literal[
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those there are, from whichever thread."""
 
+_GIVEN_UP = "was given up: a sweep removes it when nobody reads it any more"
 _UNFIT = ("folder", "manifest", "missing", "bytes")
 _Key = tuple[int, str]
 
@@ -95,16 +96,18 @@ async def verify(
     """
     scan = await Sweeper(channel, book, Retention()).scan()
     view = await book.view()
-    wanted = sorted(view.versions) if numbers is None else sorted(set(numbers))
+    there = [one for one in view.versions if view.marks.get(one) != DELETING]
+    wanted = sorted(there) if numbers is None else sorted(set(numbers))
     for number in wanted:
-        if number not in view.versions:
+        if number not in there:
             raise await _absent(book, number)
     work = _Work(channel, _Meter(_total(scan, wanted), progress))
     findings: list[Finding] = []
     for number in wanted:
         findings += await work.version(view.versions[number])
     after = await book.view()
-    findings = [one for one in findings if one.version in after.versions]
+    kept = [one for one in after.versions if after.marks.get(one) != DELETING]
+    findings = [one for one in findings if one.version in kept]
     if numbers is None:
         findings += _leftovers(scan, view, after)
     if mark:
@@ -133,6 +136,9 @@ def _leftovers(scan: Scan, before: View, after: View) -> list[Finding]:
     """Folders that are in nobody's book, now and when we began."""
     found = []
     for number, items in sorted(scan.versions.items()):
+        if after.marks.get(number) == DELETING:
+            found.append(Finding(number, "leftover", f"{version_folder(number)} {_GIVEN_UP}"))
+            continue
         if number in before.versions or number in after.versions:
             continue
         if not any(item.name == MANIFEST for item in items):

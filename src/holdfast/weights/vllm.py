@@ -56,7 +56,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.weights.tensors import Source, size, sources
+from holdfast.tensors import Source, size, sources
 
 if TYPE_CHECKING:
     import aiohttp

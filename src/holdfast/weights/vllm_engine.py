@@ -3,8 +3,10 @@
     await serve_vllm(root, ledger, "policy", "r0", "http://10.0.0.7:8000")
 
 `VllmEngine` is the `Engine` that a `Replica` drives; `serve_vllm` puts the two together with
-a subscriber and keeps them going while servers restart. Callers ask the server itself, at
-the address that `Fleet.addresses` gives, so what keeps them out is that it is *paused*.
+a subscriber and keeps them going while servers restart, and starts the server itself if told
+to (`vllm_process.py`). Callers ask the server itself, at the address that `Fleet.addresses`
+gives, so what keeps them out is that it is *paused*. `Replica(subscriber, VllmEngine(url))`
+alone withdraws and reloads a server that was lost as well, but two such processes would fight.
 
 Rules:
 
@@ -50,12 +52,13 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Election, Ledger, LiveRuntime, join
+from holdfast.tensors import Source
 from holdfast.weights.layout import MAX_VERSION
 from holdfast.weights.pin import Pin
 from holdfast.weights.replica import Engine, Replica
 from holdfast.weights.subscriber import LEASE_S, Subscriber
-from holdfast.weights.tensors import Source
 from holdfast.weights.vllm import VllmServer, expected
+from holdfast.weights.vllm_process import ServerProcess
 
 __all__ = ["HEALING", "LOADING", "VllmEngine", "serve_vllm"]
 
@@ -70,7 +73,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class ServerLost(events.Event, frozen=True, tag="weights.server_lost"):
-    """A server cannot be used as it is; its replica has left the fleet."""
+    """A server cannot be used as it is, and is not offered to callers any more."""
 
     url: str
     problem: str
@@ -117,9 +120,10 @@ class VllmEngine(Engine):
         self.url = url.rstrip("/")
         self.may = may
         """Whether the server is still ours, by our own clock."""
-        self.lost = asyncio.Event()
-        """Set when the server cannot be used as it is; `problem` says why. See `found`."""
         self.problem = ""
+        """Why the server cannot be used as it is; empty while it can."""
+        self.restart: Callable[[], None] = lambda: None
+        """Called when only a restart of the server helps."""
         self.blind: tuple[str, ...] = ()
         """The parameters that the server's checker could not see after the last load."""
         # What may take long (a load, its comparison), and what must not.
@@ -163,10 +167,9 @@ class VllmEngine(Engine):
             except (Retriable, UnknownOutcome) as error:
                 if not self.may():
                     raise
-                self._lose(str(error))
+                self._give_up(str(error))
                 await asyncio.sleep(RETRY_S)
             else:
-                events.emit(ServerFound(url=self.url))
                 return
 
     async def _meet(self) -> None:
@@ -177,8 +180,9 @@ class VllmEngine(Engine):
         await self._stop()
         label = await self._quick.version()
         if label == HEALING:
-            raise self._lose(
-                f"vLLM at {self.url} could not be healed after a load that failed: restart it"
+            raise self._give_up(
+                f"vLLM at {self.url} could not be healed after a load that failed: restart it",
+                broken=True,
             )
         try:
             self._names = frozenset(await self._server.checksum())
@@ -187,7 +191,11 @@ class VllmEngine(Engine):
                 await self._quick.set_version(LOADING)
         self._met = True
         self.problem = ""
-        self.lost.clear()
+        events.emit(ServerFound(url=self.url))
+
+    def ended(self) -> None:
+        """Take note that the server's process has ended, before it is missed."""
+        self._give_up(f"vLLM at {self.url} has ended")
 
     async def retire(self) -> None:
         """Pause the server, if it can be done soon, and resume it no more before `found`."""
@@ -198,12 +206,16 @@ class VllmEngine(Engine):
 
     # ---- what the replica calls ------------------------------------------------------
 
-    async def stage(self, pin: Pin) -> None:
-        """See `Engine.stage`. A version that does not fit the server's model is a `Mistake`."""
-        self._staged = None
+    async def revive(self) -> None:
+        """See `Engine.revive`: the server is paused then, whatever it holds."""
         if not self._met:
             async with self._turn:
                 await self._meet()
+
+    async def stage(self, pin: Pin) -> None:
+        """See `Engine.stage`. A version that does not fit the server's model is a `Mistake`."""
+        self._staged = None
+        await self.revive()
         if pin.manifest.kind != "model":
             raise Mistake(f"version {pin.number} is no model: vLLM cannot be switched to it")
         tensors = [
@@ -239,14 +251,19 @@ class VllmEngine(Engine):
         await self.switch(pin)
 
     async def pause(self) -> None:
-        """See `Engine.pause`. Returns when the server *is* paused, however long that takes."""
+        """See `Engine.pause`. A server that cannot be paused for `away_s` is lost."""
         self._open = False
+        begun_s = time.monotonic()
         while True:
             try:
                 async with self._turn:
                     await self._stop()
                 return
-            except (Retriable, UnknownOutcome):
+            except (Retriable, UnknownOutcome) as error:
+                if not self._met:
+                    raise
+                if time.monotonic() - begun_s > self._away_s:
+                    raise self._give_up(f"vLLM at {self.url} cannot be paused: {error}") from error
                 await asyncio.sleep(RETRY_S)
 
     async def resume(self) -> None:
@@ -266,9 +283,9 @@ class VllmEngine(Engine):
         """Load and compare, with notes for whoever comes after us; see the top."""
         label = await self._quick.version()
         if label == HEALING:
-            raise self._lose(f"vLLM at {self.url} could not be healed: restart it")
+            raise self._give_up(f"vLLM at {self.url} could not be healed: restart it", broken=True)
         if self._loaded is not None and label != self._loaded:
-            raise self._lose(f"vLLM at {self.url} was started again, or loaded by others")
+            raise self._give_up(f"vLLM at {self.url} was started again, or loaded by others")
         await staged.pin.check()  # its folder goes with its lease, and a failed load costs a heal
         self._require_right()
         self._loaded = None
@@ -280,9 +297,10 @@ class VllmEngine(Engine):
         except (Corrupt, Mistake, UnknownOutcome) as error:
             if note == LOADING:
                 raise
-            raise self._lose(
+            raise self._give_up(
                 f"vLLM at {self.url} could not be healed with version {staged.pin.number}: "
-                f"restart it ({error})"
+                f"restart it ({error})",
+                broken=True,
             ) from error
         await self._quick.set_version(staged.pin.number)
         self._loaded = staged.pin.number
@@ -301,7 +319,7 @@ class VllmEngine(Engine):
         if label != self._loaded:
             with contextlib.suppress(Retriable):
                 await self._quick.pause("abort")
-            raise self._lose(
+            raise self._give_up(
                 f"vLLM at {self.url} holds {_said(label)} and not version {self._loaded}: it was "
                 "started again, or loaded by others"
             )
@@ -310,12 +328,16 @@ class VllmEngine(Engine):
         if self._retired:
             raise Unavailable(f"vLLM at {self.url} is being left")
         if not self.may():
-            raise self._lose(f"we may not drive vLLM at {self.url} any more: our lease has ended")
+            raise self._give_up(
+                f"we may not drive vLLM at {self.url} any more: our lease has ended"
+            )
 
-    def _lose(self, problem: str) -> Unavailable:
+    def _give_up(self, problem: str, *, broken: bool = False) -> Unavailable:
         """Give the server up as it is; returns the error for whoever wanted something of it."""
         self._met, self._open, self._loaded = False, False, None
-        self.lost.set()
+        self.lose()
+        if broken:
+            self.restart()
         if problem != self.problem:
             self.problem = problem
             events.emit(ServerLost(url=self.url, problem=problem))
@@ -360,9 +382,9 @@ class VllmEngine(Engine):
                     await self._look()
             except (Retriable, UnknownOutcome, TimeoutError) as error:
                 if time.monotonic() - heard_s > self._away_s:
-                    self._lose(f"vLLM at {self.url} does not answer: {error}")
+                    self._give_up(f"vLLM at {self.url} does not answer: {error}")
             except Mistake as error:
-                self._lose(str(error))
+                self._give_up(str(error))
             else:
                 heard_s = time.monotonic()
 
@@ -398,18 +420,25 @@ async def serve_vllm(
     lease_s: float = LEASE_S,
     drain_s: float = 20.0,
     engine: VllmEngine | None = None,
+    process: ServerProcess | None = None,
 ) -> None:
     """Keep one vLLM server in step with its fleet, until cancelled.
 
     Whenever the server cannot be used as it is (gone, started again, beyond healing) its
     replica leaves the fleet, and joins it again when the server can be loaded. A server that
     is left stays paused. `Mistake` when there is something else at `url`.
+
+    With `process` the server is ours: it is started here, started again when it has ended or
+    is beyond healing, and ends with us. Otherwise somebody else looks after it.
     """
     runtime = LiveRuntime(ledger)
     engine = engine or VllmEngine(url, dtype=dtype, tied=tied, api_key=api_key, drain_s=drain_s)
     place = join("servers", re.sub(r"[^A-Za-z0-9.]+", "-", engine.url))
     election = Election(runtime, place, name, ttl_s=lease_s / 2)
-    async with engine:
+    async with engine, contextlib.AsyncExitStack() as stack:
+        if process is not None:
+            engine.restart = process.end
+            await stack.enter_async_context(process.running(engine.ended))
         while True:
             try:
                 async with election.lead() as leadership:
@@ -425,8 +454,9 @@ async def serve_vllm(
                         run=run,
                         lease_s=lease_s,
                     )
+                    losses = engine.losses
                     async with subscriber, Replica(subscriber, engine), _retiring(engine):
-                        await engine.lost.wait()
+                        await engine.lost(losses)
             except (Retriable, UnknownOutcome, LeaseLost):
                 await runtime.sleep(RETRY_S * (0.5 + runtime.random.random()))
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 
 import msgspec
 
-from holdfast.errors import LeaseLost, Retriable
+from holdfast.errors import LeaseLost, Retriable, UnknownOutcome
 from holdfast.ledger import Entry, Record, follow
 from holdfast.ledger.records import decode
 from holdfast.weights.book import Book, View
@@ -21,10 +21,13 @@ from holdfast.weights.channel import Channel
 from holdfast.weights.records import Consumer, Keys, Mark, Target, Version, Writer
 from holdfast.weights.text import size
 
-__all__ = ["Happening", "State", "happened", "watch"]
+__all__ = ["OF_THE_LEDGER", "Happening", "State", "happened", "watch"]
 
 LOOK_S = 0.5
 SLACK_S = 0.3
+AWAY, BACK = "ledger away", "ledger back"
+OF_THE_LEDGER = (AWAY, BACK)
+"""What is told of the ledger itself: no changes of the channel."""
 
 State = Mapping[tuple[str, str], Record]
 """Records by what they are and whose."""
@@ -162,7 +165,7 @@ def _last(record: Consumer) -> str:
 
 async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]:
     """Yield "watching" once everything was read, then whatever happens, for ever."""
-    leases = _Leases(channel)
+    leases, reach = _Leases(channel), _Reach(channel)
     before: State | None = None
     async with contextlib.aclosing(_states(channel, book)) as states:
         coming = asyncio.ensure_future(anext(states))
@@ -180,6 +183,7 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
                     before = after
                 if before is not None:
                     news += await leases.look(before)
+                    news += await reach.look()
                 for one in news:
                     yield one
         finally:
@@ -197,6 +201,35 @@ async def _states(channel: Channel, book: Book) -> AsyncGenerator[State, None]:
         async with contextlib.aclosing(book.changes()) as changes:
             async for _ in changes:
                 yield state_of_view(await book.view())
+
+
+class _Reach:
+    """Whether the ledger answers: what is silent may be quiet, or far away."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._runtime = channel.runtime
+        self._looked_s = float("-inf")
+        self._away_since_s: float | None = None
+
+    async def look(self) -> list[Happening]:
+        """Ask it something now and then; tells when it has gone and when it is back."""
+        now_s = self._runtime.now()
+        if not self._channel.has_ledger or now_s < self._looked_s + LOOK_S:
+            return []
+        since_s, self._looked_s = self._away_since_s, now_s
+        try:
+            await self._runtime.ledger.get(self._channel.keys.head)
+        except (Retriable, UnknownOutcome) as error:
+            if since_s is not None:
+                return []
+            self._away_since_s = now_s
+            return [Happening(AWAY, detail=str(error))]
+        self._away_since_s = None
+        if since_s is None:
+            return []
+        away_s = self._runtime.now() - since_s
+        return [Happening(BACK, detail=f"it was away for {away_s:.0f} s")]
 
 
 class _Leases:

@@ -7,7 +7,9 @@ sharing them is safe. `check_folder` proves a folder against its manifest, whoev
 """
 
 import contextlib
+import errno
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -15,6 +17,7 @@ import msgspec
 
 from holdfast import faults
 from holdfast.errors import Corrupt, Gone, HoldfastError, Mistake
+from holdfast.tensors import Source, sources
 from holdfast.weights import stfile
 from holdfast.weights.disk import Disk, Folder, OpenFile
 from holdfast.weights.manifest import (
@@ -29,7 +32,6 @@ from holdfast.weights.manifest import (
     same_shard,
 )
 from holdfast.weights.shards import ADAPTER, MODEL, Shard, plan
-from holdfast.weights.tensors import Source, sources
 from holdfast.weights.trouble import translate
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Prepared",
     "Ticket",
     "check_folder",
+    "check_tensors",
     "open_files",
     "prepare",
     "read_manifest",
@@ -85,6 +88,14 @@ class Prepared(msgspec.Struct):
     def new_bytes(self) -> int:
         """What has to be written; the rest is shared with the parent."""
         return sum(shard.bytes for shard in self.shards if shard.file not in self.reuse)
+
+
+def check_tensors(tensors: object) -> None:
+    """Refuse what is not a state dict, with what to pass instead."""
+    if isinstance(tensors, Mapping):
+        return
+    hint = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a state dict"
+    raise Mistake(f"tensors by name are expected, not {type(tensors).__name__}: {hint}")
 
 
 async def prepare(
@@ -147,8 +158,8 @@ async def _share(disk: Disk, folder: Folder, ticket: Ticket, entry: FileEntry) -
     try:
         async with await disk.folder(ticket.parent_path) as parent:
             file = await parent.open(entry.name)
-    except FileNotFoundError:
-        return False
+    except OSError:
+        return False  # gone, or damaged: what we have is good
     try:
         if file.bytes != entry.bytes or await disk.work(digest, file.view()) != entry.hash:
             return False  # damaged since: what we have is good
@@ -166,9 +177,12 @@ async def write_part(disk: Disk, ticket: Ticket, rank: int, tensors: Mapping[str
     """Write one rank's tensors into the draft; called by every rank, with its own tensors."""
     if rank < 0:
         raise Mistake(f"a rank is 0 or more, not {rank}")
+    check_tensors(tensors)
     prepared = await prepare(disk, ticket, tensors, rank)
     try:
         async with await disk.folder(ticket.path) as folder:
+            if any(item.name == _part_name(rank) for item in await folder.items()):
+                raise FileExistsError(errno.EEXIST, "it has written before", _part_name(rank))
             files = await write_shards(disk, folder, ticket, prepared)
             part = Part(rank, tuple(files), tuple(prepared.tensors.values()))
             await folder.put(_part_name(rank), msgspec.json.encode(part))
@@ -176,6 +190,12 @@ async def write_part(disk: Disk, ticket: Ticket, rank: int, tensors: Mapping[str
         raise Gone(
             f"the draft of version {ticket.step} is gone: another rank has failed, or a newer "
             "publisher has taken over; begin the version again",
+            version=ticket.step,
+        ) from error
+    except FileExistsError as error:
+        raise Mistake(
+            f"rank {rank} has written its part of version {ticket.step} before, or another rank "
+            "gave the same number: call `write_part` once per rank, each with its own",
             version=ticket.step,
         ) from error
     except OSError as error:
@@ -205,7 +225,7 @@ async def read_parts(folder: Folder, ranks: int) -> list[Part]:
         parts.append(msgspec.json.decode(raw, type=Part))
         await folder.unlink(_part_name(rank))
     names = [tensor.name for part in parts for tensor in part.tensors]
-    if twice := sorted({name for name in names if names.count(name) > 1})[:5]:
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1)[:5]:
         raise Mistake(f"several ranks have written the tensors {', '.join(twice)}")
     return parts
 

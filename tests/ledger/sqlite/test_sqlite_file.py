@@ -152,6 +152,22 @@ async def test_a_full_disk_loses_nothing_and_heals(small_disk: Path) -> None:
         assert await led.get("/big") is None
 
 
+async def test_a_full_disk_is_told_as_what_it_is_when_opening(small_disk: Path) -> None:
+    """Where not even the file that its users share can be made: `NoRoom`, and it heals."""
+    url = f"sqlite:///{small_disk}/x.db"
+    async with ledger.open(url) as led:
+        await led.txn([], [Put("/a", b"1")])
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            assert file.write(b"x" * 4096)
+    with pytest.raises(NoRoom, match="no room left on the disk"):
+        await ledger.open(url)
+    ballast.unlink()
+    async with ledger.open(url) as led:
+        assert await led.get("/a") is not None
+
+
 async def test_a_read_only_disk_is_a_clear_error(small_disk: Path) -> None:
     """A file system that turned read-only (as ext4 does on errors) is said so."""
     async with ledger.open(f"sqlite:///{small_disk}/x.db"):

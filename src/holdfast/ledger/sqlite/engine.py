@@ -21,7 +21,14 @@ from holdfast import faults
 from holdfast.errors import HoldfastError, Mistake, NoRoom
 from holdfast.ledger.mvcc import compacted_error, lease_lost
 from holdfast.ledger.sqlite.bells import Ringer, bell_folder
-from holdfast.ledger.sqlite.file import connect, disconnect, translate, translated, wait_for_lock
+from holdfast.ledger.sqlite.file import (
+    connect,
+    disconnect,
+    end,
+    translate,
+    translated,
+    wait_for_lock,
+)
 from holdfast.ledger.sqlite.write import ENTRY, SHIFT, Write, number
 from holdfast.ledger.types import Batch, Entry, Event, LeaseInfo, Page, prefix_end
 from holdfast.machine import boot_id
@@ -190,7 +197,7 @@ class Engine:
         try:
             return act()
         finally:
-            self._read("COMMIT")
+            end(self._reader, "COMMIT")
 
     @_reading
     def page(self, prefix: str, after: str, limit: int, revision: int) -> Page:

@@ -29,7 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.machine import file_system_of, is_network_file_system
 
-__all__ = ["SCHEMA", "connect", "translate", "translated", "wait_for_lock"]
+__all__ = ["SCHEMA", "connect", "end", "translate", "translated", "wait_for_lock"]
 
 T = TypeVar("T")
 
@@ -37,6 +37,9 @@ T = TypeVar("T")
 # SQLite's own table of open files: there SQLite believes to hold locks that only the parent
 # holds, and what the child commits is lost when the parent closes the file.
 _open: Counter[tuple[int, str]] = Counter()
+
+# What a full disk makes fail: writing, and making the file that its users share.
+_ROOM = (apsw.SQLITE_IOERR_WRITE, apsw.SQLITE_IOERR_SHMSIZE, apsw.SQLITE_IOERR_SHMOPEN)
 
 APPLICATION_ID = 0x48464C44  # "HFLD"
 SCHEMA = 1
@@ -149,7 +152,7 @@ def _is_ours(connection: apsw.Connection, path: Path) -> bool:
     try:
         return _look(connection, path)
     finally:
-        connection.execute("COMMIT")
+        end(connection, "COMMIT")
 
 
 def _look(connection: apsw.Connection, path: Path) -> bool:
@@ -174,9 +177,18 @@ def _transaction(connection: apsw.Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        connection.execute("ROLLBACK")
+        end(connection, "ROLLBACK")
         raise
     connection.execute("COMMIT")
+
+
+def end(connection: apsw.Connection, how: str) -> None:
+    """End a transaction, unless an error has made SQLite roll it back already.
+
+    Ending it again would hide that error behind "no transaction is active".
+    """
+    if connection.in_transaction:
+        connection.execute(how)
 
 
 def wait_for_lock(act: Callable[[], T], path: Path, busy_s: float) -> T:
@@ -230,8 +242,10 @@ def translate(error: apsw.Error, path: Path, *, committing: bool = False) -> Hol
         case apsw.IOError() if committing:
             return UnknownOutcome(f"writing to {path} failed while committing ({error})")
         case apsw.IOError():
-            if getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_WRITE and _is_full(path):
-                return NoRoom(f"no room left on the disk of {path}: nothing was changed")
+            if getattr(error, "extendedresult", 0) in _ROOM and _is_full(path):
+                return NoRoom(
+                    f"no room left on the disk of {path}: nothing was changed; free some"
+                )
             return Unavailable(f"the disk of {path} reports an error ({error})")
         case _:
             return HoldfastError(f"unexpected error of SQLite on {path}: {error}")

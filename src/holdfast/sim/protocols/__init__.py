@@ -12,6 +12,7 @@ __all__ = ["about", "broken_names", "find", "names"]
 _SOUND = {
     "election": "leader election with fencing tokens (the ledger's own small protocol)",
     "fleet": "replicas go from version to version together",
+    "queue": "put, claim, fetch, acknowledge: promises 3 and 4",
     "weights": "publish, pin, load, acknowledge, sweep: promise 6",
 }
 

@@ -74,6 +74,14 @@ class _NoLeaseCheck(Subscriber):
         return await super()._open(seat, record)
 
 
+class _ForgetsAcknowledged(Subscriber):
+    """A seat that replaces another does not bring along what was acknowledged on that one."""
+
+    async def _sit(self) -> Seat:
+        self._told = msgspec.structs.replace(self._told, acknowledged=None, content="")
+        return await super()._sit()
+
+
 class _MarkerFirst(Publisher):
     """The folder gets its name and the marker before it is complete."""
 
@@ -159,7 +167,10 @@ class _BookFirst(Sweeper):
 class _MovesLeftovers(Sweeper):
     """What lies beyond the head is moved away by its name."""
 
-    async def _clear_beyond(self, scan: Scan, view: View) -> None:
+    async def _clear_beyond(
+        self, scan: Scan, view: View, *, dry_run: bool = False
+    ) -> tuple[int, ...]:
+        del dry_run
         for one in scan.versions:
             if one not in view.versions and (view.head is None or one > view.head):
                 path = self._layout.version(one)
@@ -167,6 +178,7 @@ class _MovesLeftovers(Sweeper):
                     if (await read_manifest(folder, path)).epoch >= view.epoch:
                         continue
                 await self._move_away(path)
+        return ()
 
 
 def _with(part: type) -> Callable[[], Protocol]:
@@ -197,6 +209,7 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "compare": _with(_BlindSweep),
     "touch": _with(_NoTouch),
     "lease": _with(_NoLeaseCheck),
+    "acknowledge": _with(_ForgetsAcknowledged),
     "marker": _with(_MarkerFirst),
     "epoch": _with(_NoEpoch),
     "last": _with(_KeepsOne),

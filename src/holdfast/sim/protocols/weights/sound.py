@@ -11,7 +11,9 @@ Promise 6 as invariants:
 4. numbers only grow and are never used again; only the newest epoch publishes;
 5. a publish that was reported is there; nothing else than what was published is read,
    whatever becomes of the reader's lease;
-6. staged paths are there as long as the lease of the consumer is.
+6. staged paths are there as long as the lease of the consumer is;
+7. what a consumer has acknowledged stands in the ledger from when it was told so, as long as
+   its lease lives and it acknowledges nothing else.
 
 At the end everything is published and loaded, and nothing is left lying about.
 """
@@ -80,6 +82,7 @@ class WeightsProtocol(Protocol):
         self._marked: dict[int, tuple[int, ...]] = {}
         self._done: set[str] = set()
         self._looked = -1
+        self._acknowledged: dict[Subscriber, set[int]] = {}
 
     # ---- the processes -------------------------------------------------------
 
@@ -156,8 +159,11 @@ class WeightsProtocol(Protocol):
         while last is None or last < LAST:
             with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
                 async with subscriber:
-                    while last is None or last < LAST:
-                        last = await self._load(channel.runtime, subscriber, last, read)
+                    try:
+                        while last is None or last < LAST:
+                            last = await self._load(channel.runtime, subscriber, last, read)
+                    finally:
+                        self._acknowledged.pop(subscriber, None)
 
     async def _load(
         self,
@@ -176,7 +182,7 @@ class WeightsProtocol(Protocol):
         try:
             async with subscriber.pin(version) as pin:
                 await read(runtime, pin)
-                await subscriber.acknowledge(pin.number)
+                await self._acknowledge(subscriber, pin.number)
                 await runtime.sleep(runtime.random.random() * 2)
                 return max(pin.number, -1 if last is None else last)
         except Corrupt as error:
@@ -185,6 +191,23 @@ class WeightsProtocol(Protocol):
             return last  # it went before we pinned it: the next one does
         except Mistake:
             return last
+
+    async def _acknowledge(self, subscriber: Subscriber, number: int) -> None:
+        """Tell it; while that goes on, what was told before may stand there as well."""
+        if subscriber in self._acknowledged:
+            self._acknowledged[subscriber].add(number)
+        await subscriber.acknowledge(number)
+        self._acknowledged[subscriber] = {number}
+
+    def _must_be_acknowledged(self) -> None:
+        for subscriber, told in self._acknowledged.items():
+            name, _, lease = subscriber.seat_id.rpartition("-")
+            record = self._get(KEYS.consumer(name, int(lease)), Consumer)
+            if record is not None and record.acknowledged not in told:  # it goes with its lease
+                raise Violation(
+                    f"{name} was told that it has acknowledged {sorted(told)}; the ledger says "
+                    f"{record.acknowledged}"
+                )
 
     async def _read(self, runtime: Runtime, pin: Pin) -> None:
         for name in pin.names:
@@ -283,7 +306,8 @@ class WeightsProtocol(Protocol):
         del self._live[number]
 
     def check(self) -> None:
-        """Look at the disk whenever it has changed."""
+        """Look at the acknowledgements, and at the disk whenever it has changed."""
+        self._must_be_acknowledged()
         if self.files.changes == self._looked:
             return
         self._looked = self.files.changes

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.procs import spawn
+from holdfast.tensors import DTYPES, Source, as_numpy, as_torch, size, source, sources
 from holdfast.weights.manifest import digest
-from holdfast.weights.tensors import DTYPES, Source, as_numpy, as_torch, size, sources
 
 TORCH = {
     "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
+    "C128": torch.complex128,
     "C64": torch.complex64,
     "F32": torch.float32,
     "I32": torch.int32,
@@ -43,6 +44,7 @@ NUMPY = {
     "F64": np.float64,
     "I64": np.int64,
     "U64": np.uint64,
+    "C128": np.complex128,
     "C64": np.complex64,
     "F32": np.float32,
     "I32": np.int32,
@@ -58,12 +60,12 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
 def _one(value: object) -> Source:
-    (source,) = sources({"t": value})
-    assert source.data.format == "B"
-    assert source.data.ndim == 1
-    assert source.data.contiguous
-    assert source.data.nbytes == size(source.dtype, source.shape)
-    return source
+    found = source("t", value)
+    assert found.data.format == "B"
+    assert found.data.ndim == 1
+    assert found.data.contiguous
+    assert found.data.nbytes == size(found.dtype, found.shape)
+    return found
 
 
 def _raw(code: str, shape: tuple[int, ...]) -> bytes:
@@ -86,8 +88,8 @@ def test_torch_tensors_come_back_as_they_were(code: str, shape: tuple[int, ...])
     tensor = as_torch(memoryview(bytearray(raw)), code, shape)
     assert tensor.dtype == TORCH[code]
     assert tuple(tensor.shape) == shape
-    source = _one(tensor)
-    assert (source.dtype, source.shape, bytes(source.data)) == (code, shape, raw)
+    one = _one(tensor)
+    assert (one.dtype, one.shape, bytes(one.data)) == (code, shape, raw)
 
 
 @given(code=st.sampled_from(sorted(NUMPY)), shape=SHAPES)
@@ -97,8 +99,8 @@ def test_numpy_arrays_come_back_as_they_were(code: str, shape: tuple[int, ...]) 
     array = as_numpy(memoryview(bytearray(raw)), code, shape)
     assert array.dtype == NUMPY[code]
     assert array.shape == shape
-    source = _one(array)
-    assert (source.dtype, source.shape, bytes(source.data)) == (code, shape, raw)
+    one = _one(array)
+    assert (one.dtype, one.shape, bytes(one.data)) == (code, shape, raw)
 
 
 @given(shape=SHAPES, data=st.data())
@@ -269,7 +271,7 @@ def test_without_torch_numpy_works_and_torch_is_named(monkeypatch: pytest.Monkey
 def test_numpy_users_never_import_torch() -> None:
     code = (
         "import sys, numpy, holdfast.weights.manifest, holdfast.weights.shards\n"
-        "from holdfast.weights import tensors\n"
+        "from holdfast import tensors\n"
         "tensors.sources({'a': numpy.ones(2)})\n"
         "sys.exit('torch' in sys.modules)"
     )

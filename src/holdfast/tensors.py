@@ -1,6 +1,6 @@
 """From and to tensors: torch and numpy on one side, named runs of bytes on the other.
 
-`sources` turns a mapping into `Source`s: name, dtype, shape and a flat view of the bytes,
+`source` turns a tensor into a `Source`: name, dtype, shape and a flat view of the bytes,
 row by row and little-endian, as they stand in a safetensors file. What lies contiguous in
 the memory of this machine is not copied, so the caller must leave it alone until it is
 written. `as_numpy` and `as_torch` go the other way, over a buffer that they do not copy.
@@ -31,6 +31,7 @@ __all__ = [
     "as_torch",
     "name_problem",
     "size",
+    "source",
     "sources",
 ]
 
@@ -39,6 +40,7 @@ MAX_DIMS = 64
 """numpy has no more."""
 
 DTYPES: Mapping[str, int] = {
+    "C128": 16,
     "F64": 8,
     "I64": 8,
     "U64": 8,
@@ -59,10 +61,11 @@ DTYPES: Mapping[str, int] = {
     "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1,
 }
-"""Bytes per item, by safetensors code. Dtypes with items smaller than a byte are left out."""
+"""Bytes per item, by safetensors code (C128 is ours). Items smaller than a byte are left out."""
 
 # What torch, numpy and ml_dtypes all call them.
 _NAMES = {
+    "C128": "complex128",
     "F64": "float64",
     "I64": "int64",
     "U64": "uint64",
@@ -84,6 +87,8 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
 _CODES = {name: code for code, name in _NAMES.items()}
+_plain_codes: dict[object, str] = {}
+"""The codes of torch's dtypes that numpy has, too, as far as they were met."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -131,19 +136,51 @@ def sources(tensors: Mapping[str, object]) -> list[Source]:
         problem = name_problem(name)
         if problem is not None:
             raise Mistake(f"the tensor name {_short(name)} {problem}")
-    return [_source(str(name), tensors[name]) for name in sorted(tensors)]
+    found = [source(str(name), tensors[name]) for name in sorted(tensors)]
+    for one in found:
+        if one.dtype == "C128":
+            raise Mistake(
+                f"tensor {one.name} is complex128, which safetensors does not have: convert it",
+                key=one.name,
+            )
+    return found
 
 
-def _source(name: str, value: object) -> Source:
+def source(name: str, value: object) -> Source:
+    """One tensor as bytes; `name` is for errors. Raises `Mistake` when it has none."""
     if isinstance(value, np.ndarray):
         return _from_numpy(name, value)
     # Whoever holds a torch tensor has imported torch.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _from_torch(name, value, torch)
+        return _plain(name, value, torch) or _from_torch(name, value, torch)
     raise Mistake(
         f"tensor {name} is a {type(value).__name__}: pass torch tensors or numpy arrays", key=name
     )
+
+
+def _plain(name: str, tensor: Any, torch: Any) -> Source | None:
+    """The quick way, for what most tensors are: on the CPU, contiguous, known to numpy."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or not tensor.is_cpu
+        or tensor.is_quantized
+        or not tensor.is_contiguous()
+        or not tensor.numel()
+        or tensor.dim() > MAX_DIMS
+    ):
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # views that only promise a conjugate or a sign
+    code = _plain_codes.get(tensor.dtype)
+    if code is None:
+        code = _CODES.get(str(tensor.dtype).removeprefix("torch."))
+        if code is None or code == "BF16" or code.startswith("F8_"):
+            return None
+        _plain_codes[tensor.dtype] = code
+    return Source(name, code, tuple(tensor.shape), memoryview(tensor.numpy()).cast("B"))
 
 
 def _from_torch(name: str, tensor: Any, torch: Any) -> Source:
@@ -204,7 +241,7 @@ def _code(name: str, dtype: str) -> str:
     code = _CODES.get(dtype)
     if code is None:
         raise Mistake(
-            f"tensor {name} has the dtype {dtype}, which cannot be published: convert it to one "
+            f"tensor {name} has the dtype {dtype}, which cannot be stored: convert it to one "
             f"of {', '.join(_CODES)}",
             key=name,
         )
@@ -216,7 +253,7 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
         raise TooLarge(
             f"tensor {name} has {len(shape)} dimensions; the limit is {MAX_DIMS}", key=name
         )
-    return tuple(int(length) for length in shape)
+    return tuple(shape)
 
 
 def as_numpy(view: memoryview, dtype: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -253,7 +290,7 @@ def as_torch(view: memoryview, dtype: str, shape: Sequence[int]) -> "torch.Tenso
 def _check_view(view: memoryview, dtype: str, shape: Sequence[int]) -> None:
     if dtype not in DTYPES:
         raise Mistake(f"{dtype!r} is not a dtype: use one of {', '.join(DTYPES)}")
-    if view.nbytes != size(dtype, shape):
+    if view.nbytes != DTYPES[dtype] * math.prod(shape):
         raise Mistake(
             f"{view.nbytes} bytes cannot be a tensor of {dtype} and shape {tuple(shape)}"
         )

@@ -1,0 +1,43 @@
+"""Many keys in parts that a back end can take, and back again. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from holdfast.retry import Partial
+
+__all__ = ["collect", "split"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+def split(
+    items: Mapping[str, T], weigh: Callable[[T], int], most_keys: int, most_bytes: int
+) -> list[Mapping[str, T]]:
+    """Parts with at most so many keys and, unless one key alone has more, so many bytes."""
+    if len(items) <= most_keys and most_bytes >= 1 << 62:
+        return [items]
+    parts: list[Mapping[str, T]] = []
+    part: dict[str, T] = {}
+    nbytes = 0
+    for key, item in items.items():
+        weight = weigh(item)
+        if part and (len(part) == most_keys or nbytes + weight > most_bytes):
+            parts.append(part)
+            part, nbytes = {}, 0
+        part[key] = item
+        nbytes += weight
+    return [*parts, part]
+
+
+def collect(keys: Iterable[str], parts: Iterable[Partial[V]]) -> Partial[V]:
+    """All parts as one, in the order of the keys."""
+    values: dict[str, V] = {}
+    failures: dict[str, Exception] = {}
+    for part in parts:
+        values.update(part.values)
+        failures.update(part.failures)
+    return Partial(
+        {key: values[key] for key in keys if key in values},
+        {key: failures[key] for key in keys if key in failures},
+    )

@@ -1,0 +1,162 @@
+"""`holdfast transfer ...`: looking into a store of values."""
+
+import itertools
+import json
+import sys
+from typing import Any
+
+import click
+import msgspec
+
+from holdfast.errors import BatchFailed, Gone, NotFound
+from holdfast.transfer.store import Store, status
+from holdfast.transfer.url import connect
+
+__all__ = ["transfer"]
+
+_SHOWN = 200
+
+
+@click.group()
+def transfer() -> None:
+    """Look into a store of values.
+
+    \b
+    URL is what transfer.connect(URL) takes: shm://NAME, redis://host:port,
+    mooncake://master:port?metadata=http://host:port/metadata
+    """
+
+
+@transfer.command()
+@click.argument("url")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def stat(url: str, as_json: bool) -> None:
+    """How many values there are, and how much room they take."""
+    with connect(url) as store:
+        found = store.stat()
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(found)))
+        return
+    limit = f" of {_size(found.budget)}" if found.budget else ""
+    click.echo(f"{found.keys} values, {_size(found.nbytes)}; takes {_size(found.taken)}{limit}")
+
+
+@transfer.command()
+@click.argument("url")
+@click.argument("prefix", default="")
+@click.option("--limit", default=1000, show_default=True, help="Show at most so many; 0: all.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def ls(url: str, prefix: str, limit: int, as_json: bool) -> None:
+    """List the keys that begin with PREFIX, with their sizes and generations."""
+    with connect(url) as store:
+        found = store.scan(prefix)
+        some = sorted(itertools.islice(found, limit or None), key=lambda one: one.key)
+        more = limit > 0 and next(iter(found), None) is not None
+        for one in some:
+            if as_json:
+                click.echo(json.dumps(msgspec.to_builtins(one)))
+            else:
+                click.echo(f"{_size(one.nbytes):>10}  {one.generation:>20}  {one.key}")
+    if more:
+        click.echo(f"there are more than {limit}: give a longer PREFIX, or --limit 0", err=True)
+
+
+@transfer.command()
+@click.argument("url")
+@click.argument("key")
+@click.option("--raw", is_flag=True, help="Write the bytes themselves, for values that are bytes.")
+def get(url: str, key: str, raw: bool) -> None:
+    """Get one value, proven, and show what it is.
+
+    Exit code 4 when it is not there, 6 when it is damaged.
+    """
+    with connect(url) as store:
+        value = _get(store, key)
+    if raw:
+        if not isinstance(value, bytes):
+            raise click.UsageError(f"{key} is a {type(value).__name__}, not bytes")
+        sys.stdout.buffer.write(value)
+        return
+    click.echo(_describe(value))
+
+
+def _get(store: Store, key: str) -> Any:
+    try:
+        return store.get([key])[key]
+    except BatchFailed as error:
+        reason = error.failures[key]
+        if status(reason) == "missing":
+            raise Gone(f"nothing is stored under {key}", key=key) from None
+        raise reason from None
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, bytes):
+        more = "..." if len(value) > _SHOWN else ""
+        return f"bytes, {len(value)}: {value[:_SHOWN]!r}{more}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if dtype is not None:
+        kind = type(value).__module__.partition(".")[0]
+        return f"{kind} tensor, {dtype}, shape {tuple(shape or ())}\n{value}"
+    text = repr(value)
+    return f"object: {text[: 10 * _SHOWN]}" + ("..." if len(text) > 10 * _SHOWN else "")
+
+
+def _size(nbytes: int) -> str:
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+@click.group()
+def queue() -> None:
+    """Look into a queue of samples."""
+
+
+@queue.command()
+@click.argument("url")
+@click.argument("name", required=False)
+@click.option("--run", default="default", show_default=True, help="The run it belongs to.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show(url: str, name: str | None, run: str, as_json: bool) -> None:
+    """Show a queue: its tasks, what waits, what is claimed by whom.
+
+    URL is the ledger's, as in sqlite:///run.db. Without NAME: list the queues of the run.
+    """
+    import asyncio
+
+    from holdfast.transfer.queue.overview import names, overview
+
+    if name is None:
+        for one in asyncio.run(names(url, run)):
+            click.echo(one)
+        return
+    found = asyncio.run(overview(url, run, name))
+    if found is None:
+        raise NotFound(f"the run {run!r} has no queue {name!r}: see `holdfast queue show {url}`")
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    click.echo(
+        f"queue {name} of run {run}: {found.samples} samples, {_size(found.nbytes)}, in "
+        f"{found.blocks} blocks (at most {found.max_samples} samples, {_size(found.max_bytes)}); "
+        f"{found.ever} ever added, newest version {found.newest}"
+    )
+    click.echo(
+        f"\n{'TASK':16} {'NEEDS':24} {'NOT READY':>9} {'FREE':>9} {'CLAIMED':>9} {'DONE':>9}"
+    )
+    for task in found.tasks:
+        needs = ", ".join(task.needs) or "-"
+        click.echo(
+            f"{task.name:16} {needs:24} {task.waiting:>9} {task.free:>9} {task.claimed:>9} "
+            f"{task.done:>9}"
+        )
+    click.echo(f"\n{'MEMBER':32} {'PID':>8} {'HOST':16} CLAIMS")
+    for member in found.members:
+        claims = ", ".join(f"{task}: {count}" for task, count in member.claims.items()) or "-"
+        click.echo(f"{member.id:32} {member.pid:>8} {member.host:16} {claims}")

@@ -1,0 +1,114 @@
+"""Plain objects as msgpack, so that they come back as they were: no pickle, no guessing.
+
+None, booleans, whole numbers of any size, floats, text, bytes, lists, tuples, sets,
+dictionaries with plain keys, and tensors inside of them. Tuples, sets, large numbers and
+tensors travel as extensions, because msgpack has no word of its own for them. Everything
+else is refused by name; so is what is nested deeper than `MAX_DEPTH`.
+"""
+
+import struct
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast import tensors
+from holdfast.errors import Corrupt, Mistake
+
+__all__ = ["MAX_DEPTH", "decode", "encode"]
+
+MAX_DEPTH = 64
+
+_TUPLE, _SET, _FROZENSET, _INT, _ARRAY, _TENSOR, _COMPLEX = range(1, 8)
+_SMALL = (-(1 << 63), (1 << 64) - 1)
+_PLAIN = (str, bytes, float, bool, type(None))
+_KEYS = (str, int, bytes, bool, float, type(None))
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(key: str, value: object) -> bytes:
+    """A plain object as bytes. Raises `Mistake` naming what cannot be carried."""
+    try:
+        return _encoder.encode(_lower(value, 0))
+    except Mistake as error:
+        raise Mistake(f"the value of {key} {error}", key=key) from None
+    except UnicodeEncodeError:
+        raise Mistake(f"the value of {key} has text that is not valid Unicode", key=key) from None
+
+
+def decode(key: str, data: memoryview) -> Any:
+    """The object. Raises `Corrupt` when these bytes are none."""
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
+    except (msgspec.DecodeError, ValueError, TypeError, struct.error) as error:
+        raise Corrupt(f"{key}: not an object: {error}", key=key) from error
+
+
+def _lower(value: Any, depth: int) -> Any:
+    """The same in msgpack's own words."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        if _SMALL[0] <= value <= _SMALL[1]:
+            return value
+        length = value.bit_length() // 8 + 1
+        return msgspec.msgpack.Ext(_INT, value.to_bytes(length, "little", signed=True))
+    if depth >= MAX_DEPTH:
+        raise Mistake(f"is nested deeper than {MAX_DEPTH}")
+    if kind is list:
+        return [_lower(item, depth + 1) for item in value]
+    if kind is dict:
+        return {_key(name): _lower(item, depth + 1) for name, item in value.items()}
+    for code, sort in ((_TUPLE, tuple), (_SET, set), (_FROZENSET, frozenset)):
+        if kind is sort:
+            return msgspec.msgpack.Ext(
+                code, _encoder.encode([_lower(item, depth + 1) for item in value])
+            )
+    if kind is complex:
+        return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+    return _tensor(value)
+
+
+def _key(name: Any) -> Any:
+    if type(name) not in _KEYS or (type(name) is int and not _SMALL[0] <= name <= _SMALL[1]):
+        raise Mistake(f"has a dictionary with the key {name!r:.40}: use text")
+    return name
+
+
+def _tensor(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    if is_tensor and value.is_nested:
+        raise Mistake("has a nested tensor inside: put it under a key of its own")
+    if not is_tensor and not isinstance(value, np.ndarray):
+        raise Mistake(
+            f"has a {type(value).__module__}.{type(value).__qualname__} in it, which cannot be "
+            "carried: use plain numbers, text, bytes, lists, tuples, sets, dictionaries, tensors"
+        )
+    found = tensors.source("inside", value)
+    front = _encoder.encode([found.dtype, list(found.shape)])
+    return msgspec.msgpack.Ext(
+        _TENSOR if is_tensor else _ARRAY,
+        len(front).to_bytes(4, "little") + front + bytes(found.data),
+    )
+
+
+def _raise_ext(code: int, data: memoryview) -> Any:
+    """Back from an extension."""
+    if code == _INT:
+        return int.from_bytes(data, "little", signed=True)
+    if code == _COMPLEX:
+        return complex(*struct.unpack("<dd", data))
+    if code in (_TUPLE, _SET, _FROZENSET):
+        items = msgspec.msgpack.decode(data, type=list, ext_hook=_raise_ext)
+        return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](items)
+    if code in (_ARRAY, _TENSOR):
+        length = 4 + int.from_bytes(data[:4], "little")
+        dtype, shape = msgspec.msgpack.decode(data[4:length], type=tuple[str, list[int]])
+        memory = memoryview(bytearray(data[length:]))
+        make = tensors.as_numpy if code == _ARRAY else tensors.as_torch
+        return make(memory, dtype, shape)
+    raise ValueError(f"unknown extension {code}")

@@ -1,0 +1,238 @@
+"""Putting samples, and fields that become ready later.
+
+The payloads go to the store first, under keys that name the member's life; then one
+transaction, which that life must outlast, records them. So a payload without a record
+belongs to a member that is at work on it, or to one that is gone, and then it can be deleted.
+"""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from holdfast.errors import LeaseLost, Mistake, NoRoom, NotFound
+from holdfast.ledger import absent, same_life
+from holdfast.ledger.records import put
+from holdfast.transfer.frame import Ref, check_key
+from holdfast.transfer.queue import adding
+from holdfast.transfer.queue.desk import Change, Desk
+from holdfast.transfer.queue.member import Seat
+from holdfast.transfer.queue.records import Config, Fields, Sample, Tag
+from holdfast.transfer.queue.tidying import Tidying
+from holdfast.transfer.store import Store
+
+__all__ = ["Item", "Putting", "behind"]
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A sample that is to be put: its fields are values."""
+
+    key: str
+    fields: Mapping[str, object] = {}
+    group: str = ""
+    version: int = 0
+    """The version of the weights that made it."""
+    tags: Mapping[str, Tag] = {}
+
+
+def behind(desk: Desk) -> dict[str, int]:
+    """How many samples each task has not finished."""
+    assert desk.view.config is not None
+    return {
+        task: sum(
+            (block.all & ~block.task(task).finished).bit_count()
+            for block in desk.view.blocks.values()
+        )
+        for task in desk.view.config.tasks
+    }
+
+
+class Putting:
+    """The putting half of a queue."""
+
+    def __init__(self, desk: Desk, store: Store, tidying: Tidying, place: str) -> None:
+        self._desk = desk
+        self._store = store
+        self._tidying = tidying
+        self._place = place
+
+    def _payload(self, seat: Seat, key: str, field: str) -> str:
+        return f"{self._place}/{seat.id}/{key}/{field}"
+
+    async def put(self, items: Sequence[Item], deadline: float) -> dict[str, bool]:
+        """Add samples; tells which were new."""
+        _check(items)
+        added = dict.fromkeys((one.key for one in items), False)
+        length = self._desk.block_samples
+        for begin in range(0, len(items), length):
+            some = {one.key: one for one in items[begin : begin + length]}
+            while True:
+                try:
+                    await self._put(some, added, deadline)
+                    break
+                except LeaseLost:
+                    if self._desk.runtime.now() >= deadline:
+                        raise
+        return added
+
+    async def _put(self, items: dict[str, Item], added: dict[str, bool], deadline: float) -> None:
+        new = {key: one for key, one in items.items() if not self._desk.view.knows(key)}
+        if not new:
+            return
+        await self._room(len(new), 0, deadline)
+        seat = await self._desk.seat()
+        refs = await self._send(seat, {key: one.fields for key, one in new.items()})
+        samples = [
+            Sample(key, refs[key], one.group, one.version, dict(one.tags))
+            for key, one in new.items()
+        ]
+        unused = {ref for some in refs.values() for ref in some.values()}
+        try:
+            for chunk in adding.chunks(samples, self._desk.block_samples):
+                for sample in await self._add(chunk, seat, deadline):
+                    added[sample.key] = True
+                    unused.difference_update(sample.fields.values())
+        except LeaseLost:
+            await self._drop(unused)  # its life is over: nothing can record them any more
+            raise
+        await self._drop(unused)
+
+    async def _send(
+        self, seat: Seat, fields: Mapping[str, Mapping[str, object]]
+    ) -> dict[str, dict[str, Ref]]:
+        values = {
+            self._payload(seat, key, name): value
+            for key, some in fields.items()
+            for name, value in some.items()
+        }
+        refs = await self._store.aput(values) if values else {}
+        return {
+            key: {name: refs[self._payload(seat, key, name)] for name in some}
+            for key, some in fields.items()
+        }
+
+    async def _add(self, samples: list[Sample], seat: Seat, deadline: float) -> list[Sample]:
+        """Record samples; returns those that are there with just these payloads."""
+        view = self._desk.view
+        nbytes = sum(one.nbytes for one in samples)
+
+        def mine(sample: Sample) -> bool:
+            number, place = view.where.get(sample.key, (-1, 0))
+            if number < 0:
+                return False
+            there = view.blocks[number].samples[place].fields
+            return all(there.get(name) == ref for name, ref in sample.fields.items())
+
+        def decide() -> Change[list[Sample] | None] | list[Sample] | None:
+            here = [one for one in samples if mine(one)]
+            new = [one for one in samples if not view.knows(one.key)]
+            if not new:
+                return here
+            if self._full(len(new), nbytes):
+                return None
+            compare, then = adding.add(view, self._desk.keys, new, self._desk.block_samples)
+            return Change(compare, then, here + new)
+
+        while True:
+            await self._room(len(samples), nbytes, deadline)
+            found = await self._desk.commit(decide, deadline, seat=seat)
+            if found is not None:
+                return found
+
+    def _full(self, samples: int, nbytes: int) -> bool:
+        view, config = self._desk.view, self._config
+        return (
+            view.living() + samples > config.max_samples
+            or view.nbytes() + nbytes > config.max_bytes
+        )
+
+    @property
+    def _config(self) -> Config:
+        assert self._desk.view.config is not None
+        return self._desk.view.config
+
+    async def _room(self, samples: int, nbytes: int, deadline: float) -> None:
+        """Wait until so much more fits in."""
+        view, config = self._desk.view, self._config
+        if samples > config.max_samples or nbytes > config.max_bytes:
+            raise Mistake(
+                f"{samples} samples of {nbytes} bytes never fit into a queue of "
+                f"{config.max_samples} samples and {config.max_bytes} bytes"
+            )
+        while self._full(samples, nbytes):
+            await self._tidying.free(list(view.blocks))
+            if not await self._desk.news(deadline):
+                tasks = ", ".join(f"{task}: {left}" for task, left in behind(self._desk).items())
+                raise NoRoom(
+                    f"the queue is full ({view.living()} samples, {view.nbytes()} bytes); not yet "
+                    f"acknowledged, by task: {tasks}"
+                )
+
+    async def put_fields(
+        self, fields: Mapping[str, Mapping[str, object]], deadline: float
+    ) -> None:
+        """Add fields to samples that are there."""
+        while True:
+            try:
+                await self._put_fields(fields, deadline)
+                return
+            except LeaseLost:
+                if self._desk.runtime.now() >= deadline:
+                    raise
+
+    async def _put_fields(
+        self, fields: Mapping[str, Mapping[str, object]], deadline: float
+    ) -> None:
+        desk, view = self._desk, self._desk.view
+        if any(key not in view.where for key in fields):
+            await desk.refresh(deadline)
+        places, new = {}, {}
+        for key, some in fields.items():
+            if view.was_done(key):
+                continue  # every task has finished it without these fields, or with them
+            if key not in view.where:
+                raise NotFound(f"no sample {key!r} is in this queue, or not any more", key=key)
+            number, at = places[key] = view.where[key]
+            there = view.blocks[number].samples[at].fields
+            if more := {name: value for name, value in some.items() if name not in there}:
+                new[key] = more
+        if not new:
+            return
+        seat = await desk.seat()
+        records: dict[int, dict[int, dict[str, Ref]]] = {}
+        for key, refs in (await self._send(seat, new)).items():
+            number, at = places[key]
+            records.setdefault(number, {})[at] = refs
+        name = desk.nonce()
+        for number, record in records.items():
+            await self._record(number, name, Fields(fields=record), seat, deadline)
+
+    async def _record(
+        self, number: int, name: str, record: Fields, seat: Seat, deadline: float
+    ) -> None:
+        key, view = self._desk.keys.fields(number, name), self._desk.view
+
+        def decide() -> Change[None] | None:
+            block = view.blocks.get(number)
+            if block is None or block.entry is None or name in block.later:
+                return None  # finished by every task without it, or there already
+            return Change([absent(key), same_life(block.entry)], [put(key, record)], None)
+
+        await self._desk.commit(decide, deadline, seat=seat)
+
+    async def _drop(self, refs: Iterable[Ref]) -> None:
+        """Delete payloads that no record speaks of. Does its best: `tidy` finds the rest."""
+        if gone := list(refs):
+            with contextlib.suppress(Exception):
+                await self._store.adelete(gone)
+
+
+def _check(items: Sequence[Item]) -> None:
+    seen: set[str] = set()
+    for one in items:
+        check_key(one.key)
+        if one.key in seen:
+            raise Mistake(f"{one.key!r} is given twice", key=one.key)
+        seen.add(one.key)
+        if type(one.version) is not int or one.version < 0:
+            raise Mistake(f"the version of {one.key!r} is {one.version!r}, not 0 or more")

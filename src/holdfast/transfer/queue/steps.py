@@ -1,0 +1,141 @@
+"""Steps: which samples make which step of training, written once, before anybody uses them.
+
+The first who claims the batch of step n writes `steps/TASK/n` with its keys; whoever works on
+step n later, another rank or a successor after a crash, takes exactly these. So every rank
+sees the same batch, and a run that is resumed repeats the steps that were lost as they were.
+
+A step's samples are acknowledged when the checkpoint that contains it is durable; then its
+record goes, and `finished/TASK` says so: whoever comes back with an older checkpoint is told that
+the samples it would need are consumed, and is not given others in their place.
+"""
+
+from holdfast.errors import Gone, Mistake, Retriable, TimedOut, UnknownOutcome
+from holdfast.ledger import Delete, absent
+from holdfast.ledger.records import Record, decode, load, put, update
+from holdfast.transfer.queue.batch import Batch
+from holdfast.transfer.queue.queue import Queue
+from holdfast.transfer.queue.samplers import Sampler, in_order
+
+__all__ = ["Finished", "StepRecord", "Steps"]
+
+
+class StepRecord(Record, frozen=True):
+    """The samples of one step, in order."""
+
+    keys: tuple[str, ...] = ()
+
+
+class Finished(Record, frozen=True):
+    """The last step whose samples are acknowledged."""
+
+    step: int = 0
+
+
+class Steps:
+    """The steps of one task of a queue."""
+
+    def __init__(self, queue: Queue, task: str) -> None:
+        self._queue = queue
+        self._task = task
+        self._runtime = queue.runtime
+        self._prefix = f"{queue.keys.prefix}steps/{task}/"
+        self._finished = f"{queue.keys.prefix}finished/{task}"
+
+    def _key(self, step: int) -> str:
+        return f"{self._prefix}{step:012d}"
+
+    async def lead(
+        self,
+        step: int,
+        n: int,
+        *,
+        sampler: Sampler = in_order,
+        max_lag: int | None = None,
+        version: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> Batch:
+        """Claim the batch of a step: the one that is written, or a new one, which is written."""
+        deadline = self._runtime.now() + timeout_s
+        while True:
+            stored = await load(self._runtime.ledger, self._key(step), StepRecord)
+            left_s = max(0.0, deadline - self._runtime.now())
+            if stored is not None:
+                return await self._queue.claim(
+                    self._task, keys=stored.record.keys, timeout_s=left_s
+                )
+            await self._check(step)
+            batch = await self._queue.claim(
+                self._task, n, sampler=sampler, max_lag=max_lag, version=version, timeout_s=left_s
+            )
+            if await self._write(step, StepRecord(keys=tuple(batch.keys)), deadline):
+                return batch
+            await batch.release()  # somebody was quicker: take what he wrote
+
+    async def _check(self, step: int) -> None:
+        """Refuse to begin a step again that is done with, or that others were begun behind."""
+        last = await load(self._runtime.ledger, self._finished, Finished)
+        newer = max([last.record.step if last else 0, *(await self.written())])
+        if step <= newer:
+            raise Mistake(
+                f"step {step} of {self._task!r} cannot be begun: step {newer} was, and its batch "
+                "is taken. Go on from the newest checkpoint"
+            )
+
+    async def _write(self, step: int, record: StepRecord, deadline: float) -> bool:
+        """Write a step's record, once; False when there is another one."""
+        key = self._key(step)
+        while True:
+            try:
+                await self._runtime.ledger.txn([absent(key)], [put(key, record)], [])
+                stored = await load(self._runtime.ledger, key, StepRecord)
+                return stored is not None and stored.record.keys == record.keys
+            except (Retriable, UnknownOutcome):
+                if self._runtime.now() >= deadline:
+                    raise
+                await self._runtime.sleep(0.1 + 0.1 * self._runtime.random.random())
+
+    async def follow(self, step: int, *, timeout_s: float = 600.0) -> tuple[str, ...]:
+        """The keys of a step that somebody else leads."""
+        deadline = self._runtime.now() + timeout_s
+        pause_s = 0.005
+        while True:
+            try:
+                stored = await load(self._runtime.ledger, self._key(step), StepRecord)
+                if stored is not None:
+                    return stored.record.keys
+                last = await load(self._runtime.ledger, self._finished, Finished)
+                if last is not None and last.record.step >= step:
+                    raise Gone(
+                        f"step {step} of {self._task!r} is finished and its samples are consumed: "
+                        "go on from the newest checkpoint"
+                    )
+            except (Retriable, UnknownOutcome):
+                if self._runtime.now() >= deadline:
+                    raise
+            if self._runtime.now() >= deadline:
+                raise TimedOut(f"nobody has begun step {step} of {self._task!r}")
+            await self._runtime.sleep(pause_s)
+            pause_s = min(0.2, 1.5 * pause_s)
+
+    async def written(self) -> dict[int, tuple[str, ...]]:
+        """All steps that are begun and not done with."""
+        entries = (await self._runtime.ledger.range(self._prefix)).entries
+        return {
+            int(entry.key.rpartition("/")[2]): decode(StepRecord, entry).keys for entry in entries
+        }
+
+    async def finish(self, step: int, batch: Batch | None = None) -> None:
+        """A step's effect is durable: acknowledge its samples, and forget it."""
+        if batch is None:
+            stored = await load(self._runtime.ledger, self._key(step), StepRecord)
+            if stored is None:
+                return
+            batch = await self._queue.claim(self._task, keys=stored.record.keys)
+        await batch.acknowledge()
+        await update(
+            self._runtime,
+            self._finished,
+            Finished,
+            lambda last: Finished(step=max(step, last.step if last else 0)),
+        )
+        await self._runtime.ledger.txn([], [Delete(self._key(step))], [])

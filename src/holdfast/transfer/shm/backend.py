@@ -1,0 +1,247 @@
+"""The back end over a session: what `holdfast.transfer.backend` asks for.
+
+A fork leaves the child with a back end that opens the store anew when it is first used: it
+owns no slot, no lock and no view of its parent's.
+"""
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import Gone, Mistake, Unavailable
+from holdfast.transfer.backend import Backend, Frame, Stat, Stored
+from holdfast.transfer.frame import Ref
+from holdfast.transfer.shm import burial
+from holdfast.transfer.shm.index import Group
+from holdfast.transfer.shm.layout import PAGE, Ints
+from holdfast.transfer.shm.segment import Batch, Segment
+from holdfast.transfer.shm.session import Found, Session
+
+__all__ = ["ShmBackend"]
+
+_ROUNDS = 100
+# Otherwise Linux may refuse a large private map, because every page of it could be written to.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_all: "weakref.WeakSet[ShmBackend]" = weakref.WeakSet()
+
+
+class ShmBackend(Backend):
+    """Frames in shared memory."""
+
+    def __init__(self, name: str, segment: int | None = None, budget: int | None = None) -> None:
+        self._name = name
+        self._session: Session | None = Session(name, segment, budget)
+        self._closed = False
+        _all.add(self)
+
+    def session(self) -> Session:
+        """The store as this process has it open."""
+        if self._closed:
+            raise Mistake(f"the store {self._name} has been closed")
+        if self._session is None:
+            self._session = Session(self._name, None, None)
+        return self._session
+
+    def forked(self) -> None:
+        """Let go of what belongs to the parent. Runs in the child of a fork."""
+        if self._session is not None:
+            self._session.locks.abandon()
+            self._session = None
+
+    def put(self, frames: Mapping[str, Frame]) -> Mapping[str, Exception | None]:
+        """Store these frames."""
+        return self.session().put(frames) if frames else {}
+
+    def get(self, wanted: Mapping[str, Ref | str]) -> Mapping[str, memoryview | Exception]:
+        """The frames of these keys, where they lie: they may be overwritten at any moment."""
+        found, answer = self._find(wanted)
+        for batch, positions, which in found:
+            _slices(answer, which, batch.segment.view, _spans(batch, positions))
+        return dict(zip(wanted, answer, strict=True))
+
+    def _find(self, wanted: Mapping[str, Ref | str]) -> tuple[list[Found], list[Any]]:
+        """Values of the right generations; and an answer with the errors filled in."""
+        keys = list(wanted)
+        found, errors = self.session().look_up(keys)
+        answer: list[Any] = [None] * len(keys)
+        for which, error in errors.items():
+            answer[which] = error
+        meant = [one.generation if type(one) is Ref else 0 for one in wanted.values()]
+        if any(meant):
+            all_meant = np.array(meant, np.int64)
+            found = [self._meant(one, all_meant, keys, answer) for one in found]
+        return found, answer
+
+    def _meant(self, found: Found, meant: Ints, keys: list[str], answer: list[Any]) -> Found:
+        batch, positions, which = found
+        right = (meant[which] == 0) | (meant[which] == batch.generations(positions))
+        for one in which[~right].tolist():
+            answer[one] = Gone(
+                f"{keys[one]}: the value that is meant is no longer there; another one is in its "
+                "place",
+                key=keys[one],
+            )
+        return batch, positions[right], which[right]
+
+    @contextlib.contextmanager
+    def view(
+        self, wanted: Mapping[str, Ref | str]
+    ) -> Iterator[Mapping[str, memoryview | Exception]]:
+        """The frames where they lie. Their segments are locked until the block ends."""
+        session = self.session()
+        held: dict[str, int] = {}
+        try:
+            answer = self._view(session, wanted, held)
+            yield dict(zip(wanted, answer, strict=True))
+        finally:
+            for fd in held.values():
+                session.locks.drop(fd)
+
+    def _view(
+        self, session: Session, wanted: Mapping[str, Ref | str], held: dict[str, int]
+    ) -> list[Any]:
+        for _ in range(_ROUNDS):
+            found, answer = self._find(wanted)
+            found = [one for one in found if len(one[1])]
+            for name in {batch.segment.name for batch, _, _ in found} - held.keys():
+                held[name] = session.locks.wait(name, exclusive=False)
+            # From here on nothing can be filled anew; what already was is looked for again.
+            if any(batch.void() for batch, _, _ in found):
+                continue
+            for segment, some in _by_segment(found):
+                _map_privately(segment, some, answer)
+            return answer
+        raise Unavailable(f"{session.folder}: what is asked for is moved faster than it is found")
+
+    def delete(self, wanted: Mapping[str, int | None]) -> Mapping[str, bool | Exception]:
+        """Delete keys. Two that delete one value at the same moment may both hear True."""
+        session = self.session()
+        answer: dict[str, bool | Exception] = dict.fromkeys(wanted, False)
+        left = wanted
+        for _ in range(_ROUNDS):
+            lower, doomed = self._doomed(session, left)
+            try:
+                # What was replaced goes first, or it would be there again for a moment.
+                moved = burial.bury(session.locks, lower, wait=True)
+                moved += burial.bury(session.locks, doomed, wait=True)
+            except Unavailable as error:
+                return answer | {key: Unavailable(str(error), key=key) for key in left}
+            again = {key for batch, at in moved for key in _keys(batch, at)}
+            with session.mutex:
+                index = session.catalog.index
+                for batch, positions in (*lower, *doomed):
+                    index.forget(index.name(batch, positions))
+            for batch, positions in doomed:
+                for key in _keys(batch, positions):
+                    answer[key] = True
+            if not again:
+                return answer
+            answer |= dict.fromkeys(again, False)
+            left = {key: wanted[key] for key in again}
+        return answer | {
+            key: Unavailable(f"{key} is moved faster than it is found", key=key) for key in left
+        }
+
+    def _doomed(
+        self, session: Session, wanted: Mapping[str, int | None]
+    ) -> tuple[list[Group], list[Group]]:
+        """What a delete is about: what was replaced and is still there, and what is meant."""
+        keys = list(wanted)
+        with session.mutex:
+            found, _ = session.look_up(keys)
+            if any(wanted.values()):
+                meant = np.fromiter((one or 0 for one in wanted.values()), np.int64, len(keys))
+                found = [self._meant(one, meant, keys, [None] * len(keys)) for one in found]
+            index = session.catalog.index
+            lower: list[int] = []
+            if index.older:
+                right = [keys[at] for _, _, which in found for at in which.tolist()]
+                lower = [n for key in right if key in index.older for n in index.all_of(key)[:-1]]
+            return index.groups(lower), [(batch, at) for batch, at, _ in found if len(at)]
+
+    def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
+        """Whether something is there."""
+        _, errors = self.session().look_up(list(keys))
+        return {key: which not in errors for which, key in enumerate(keys)}
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        """All keys with this beginning."""
+        session = self.session()
+        with session.mutex:
+            session.catalog.refresh()
+            keys = [key for key in session.catalog.index.tops if key.startswith(prefix)]
+        found, _ = session.look_up(keys)
+        for batch, positions, which in found:
+            sizes, generations = batch.sizes[positions], batch.generations(positions)
+            for one, size, generation in zip(
+                which.tolist(), sizes.tolist(), generations.tolist(), strict=True
+            ):
+                yield Stored(keys[one], size, generation)
+
+    def stat(self) -> Stat:
+        """How much there is."""
+        session = self.session()
+        with session.mutex:
+            session.catalog.refresh()
+            found, _ = session.look_up(list(session.catalog.index.tops))
+            keys = sum(len(positions) for _, positions, _ in found)
+            nbytes = sum(int(batch.sizes[positions].sum()) for batch, positions, _ in found)
+            return Stat(keys, nbytes, session.room.taken(), session.config.budget)
+
+    def close(self) -> None:
+        """Let go of the slot, of locks and of maps. What was put stays."""
+        self._closed = True
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def _keys(batch: Batch, positions: Ints) -> Iterable[str]:
+    return (batch.keys[one] for one in positions.tolist())
+
+
+def _spans(batch: Batch, positions: Ints, base: int = 0) -> Iterable[slice]:
+    begins = batch.starts[positions] - base
+    ends = begins + batch.sizes[positions]
+    return map(slice, begins.tolist(), ends.tolist())
+
+
+def _slices(answer: list[Any], which: Ints, memory: memoryview, spans: Iterable[slice]) -> None:
+    for one, value in zip(which.tolist(), map(memory.__getitem__, spans), strict=True):
+        answer[one] = value
+
+
+def _by_segment(found: list[Found]) -> list[tuple[Segment, list[Found]]]:
+    segments: dict[int, tuple[Segment, list[Found]]] = {}
+    for one in found:
+        segments.setdefault(id(one[0].segment), (one[0].segment, []))[1].append(one)
+    return list(segments.values())
+
+
+def _map_privately(segment: Segment, found: list[Found], answer: list[Any]) -> None:
+    """A map for one view: who writes to it changes private pages, which go with the map."""
+    begin = min(int(batch.starts[positions].min()) for batch, positions, _ in found)
+    begin = begin // PAGE * PAGE
+    end = max(int((batch.starts[at] + batch.sizes[at]).max()) for batch, at, _ in found)
+    fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        flags = mmap.MAP_PRIVATE | _NORESERVE
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        memory = memoryview(mmap.mmap(fd, end - begin, flags, prot, offset=begin))
+    finally:
+        os.close(fd)
+    for batch, positions, which in found:
+        _slices(answer, which, memory, _spans(batch, positions, begin))
+
+
+def _after_fork() -> None:
+    for one in list(_all):
+        one.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""A session: a store as one process has it open, with everything that a fork must not share.
+
+`mutex` guards the picture of the store, `writing` makes one put at a time; whoever needs both
+takes `writing` first. Frames are copied in without `mutex`, so that a large put does not hold
+up the gets of other threads.
+"""
+
+import threading
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast import faults
+from holdfast.errors import NoRoom, NotFound, TooLarge
+from holdfast.transfer.backend import Frame
+from holdfast.transfer.frame import ALIGN
+from holdfast.transfer.shm import burial
+from holdfast.transfer.shm.catalog import Catalog
+from holdfast.transfer.shm.folder import open_folder
+from holdfast.transfer.shm.layout import MAX_BATCH, OVERHEAD, Ints, costs, make_directory
+from holdfast.transfer.shm.room import Room
+from holdfast.transfer.shm.segment import Batch
+from holdfast.transfer.shm.writer import Draft, Writer
+
+__all__ = ["Found", "Session"]
+
+REPLACED = faults.declare("shm.put.replaced", "what was replaced is buried; not answered yet")
+
+SMALL = 16 << 10
+"""Frames up to here, on average, are joined before they are copied in."""
+_JOIN = 1 << 20
+_REFUSALS = 8
+_ROUNDS = 100
+_PADS = [bytes(size) for size in range(ALIGN)]
+
+Found = tuple[Batch, Ints, Ints]
+"""Values of one batch: their positions in it, and in what was asked for."""
+
+
+class Session:
+    """A store that is open in this process."""
+
+    def __init__(self, name: str, segment: int | None, budget: int | None) -> None:
+        self.mutex = threading.RLock()
+        self.writing = threading.RLock()
+        self.folder, self.locks, self.config = open_folder(name, segment, budget)
+        try:
+            self.catalog = Catalog(self.folder)
+        except BaseException:
+            self.locks.abandon()
+            raise
+        self.writer = Writer(self.catalog, self.locks)
+        self.room = Room(self.catalog, self.locks, self.writer, self.config)
+
+    # Reading
+
+    def look_up(self, keys: list[str]) -> tuple[list[Found], dict[int, Exception]]:
+        """What is there under these keys, and an error for each under which nothing is."""
+        with self.mutex:
+            self.catalog.refresh()
+            if not self.writer.slots:
+                self.catalog.index.losers.clear()  # writers see to them
+            found, absent = self.catalog.index.look_up(keys)
+            errors: dict[int, Exception] = {}
+            for which in absent:
+                batch, position = self._settle(keys[which])
+                if batch is None:
+                    errors[which] = NotFound(f"{keys[which]}: nothing is there", key=keys[which])
+                else:
+                    found.append((batch, np.array([position]), np.array([which])))
+            return found, errors
+
+    def _settle(self, key: str) -> tuple[Batch | None, int]:
+        """What is there under a key, looked at again as long as it moves about."""
+        index = self.catalog.index
+        for _ in range(_ROUNDS):
+            changed = self.catalog.refresh()
+            name = index.settle(key)
+            if name is not None:
+                return index.place(name)
+            if not changed:
+                break
+        return None, 0
+
+    # Writing
+
+    def put(self, frames: Mapping[str, Frame]) -> dict[str, Exception | None]:
+        """Store frames, in as many batches as it takes."""
+        answer: dict[str, Exception | None] = dict.fromkeys(frames)
+        keys, items = list(frames), list(frames.values())
+        sizes = np.fromiter((one.ref.nbytes for one in items), np.int64, len(items))
+        each = costs(keys, sizes, True)
+        ends = np.cumsum(each)
+        at, refusals, too_much = 0, 0, 1 << 62
+        with self.writing:
+            while at < len(keys):
+                cost = int(each[at])
+                refused: Exception | None = None
+                if cost >= too_much or refusals == _REFUSALS:
+                    refused = NoRoom(
+                        f"{keys[at]}: no room for its {sizes[at]} bytes", key=keys[at]
+                    )
+                else:
+                    try:
+                        to = self._put_some(keys, items, sizes, ends, at)
+                    except (NoRoom, TooLarge) as error:
+                        refused = type(error)(str(error), key=keys[at])
+                        too_much, refusals = min(too_much, cost), refusals + 1
+                if refused is not None:
+                    answer[keys[at]] = refused
+                    to = at + 1
+                at = to
+            with self.mutex:
+                self.catalog.refresh()
+                losers, self.catalog.index.losers = self.catalog.index.losers, []
+                burial.bury_losers(self.catalog, self.locks, losers)
+            faults.point(REPLACED)
+        return answer
+
+    def _put_some(
+        self, keys: list[str], items: list[Frame], sizes: Ints, ends: Ints, at: int
+    ) -> int:
+        """Put as many values, from the one at `at` on, as one segment has room for."""
+        before = int(ends[at - 1]) if at else 0
+        with self.mutex:
+            self.writer.begin()
+            segment = self.room.find(OVERHEAD + int(ends[at]) - before)
+            limit = before + segment.free() - OVERHEAD
+            to = min(int(np.searchsorted(ends, limit, side="right")), at + MAX_BATCH)
+            some, names, lengths = items[at:to], keys[at:to], sizes[at:to]
+            generations = np.fromiter((one.ref.generation for one in some), np.int64, to - at)
+            generation, stamp = int(generations[0]), self.writer.stamp()
+            versions = None
+            if (generations != generation).any():
+                generation, versions = 0, (generations, np.full(to - at, stamp))
+            directory = make_directory(names, lengths, versions)
+            draft = Draft(segment, names, lengths, directory, generation, stamp, versions)
+        self.writer.fill(draft, lambda memory, starts: copy_in(memory, starts, some))
+        with self.mutex:
+            self.writer.commit(draft)
+        return to
+
+    def close(self) -> None:
+        """Let go of all locks. Maps go when nobody uses them any more."""
+        with self.writing, self.mutex:
+            self.writer.close_segment()
+            self.locks.abandon()
+
+
+def copy_in(memory: npt.NDArray[np.uint8], starts: Ints, frames: list[Frame]) -> None:
+    """Copy frames to where they belong."""
+    places = starts.tolist()
+    if places[-1] - places[0] <= SMALL * len(frames):
+        _join_in(memory, places, frames)
+        return
+    for place, frame in zip(places, frames, strict=False):
+        at = place
+        for part in (frame.head, *frame.parts):
+            data = np.frombuffer(part, np.uint8)
+            memory[at : at + len(data)] = data
+            at += len(data)
+
+
+def _join_in(memory: npt.NDArray[np.uint8], places: list[int], frames: list[Frame]) -> None:
+    """Copy many small frames, some at a time as one piece."""
+    parts: list[bytes | bytearray | memoryview] = []
+    begin = places[0]
+    for at, frame in enumerate(frames):
+        parts.append(frame.head)
+        parts += frame.parts
+        rest = -frame.ref.nbytes % ALIGN
+        if rest:
+            parts.append(_PADS[rest])
+        end = places[at + 1]
+        if end - begin >= _JOIN or at + 1 == len(frames):
+            memory[begin:end] = np.frombuffer(b"".join(parts), np.uint8)
+            parts.clear()
+            begin = end

@@ -1,0 +1,124 @@
+"""Guards around TransferQueue's own client, where a fault passes before storage is asked.
+
+**Missing keys.** Asked for keys of which some do not exist, the controller leaves those out
+and says nothing. Here the metadata remembers them, and `get_data` of our manager raises.
+
+**A dead controller.** TransferQueue waits for an answer without a limit. Here the controller's
+port is tried while the answer is awaited; when nobody listens there, the call fails. (An
+answer that takes long is waited for: `get_meta` does so by design.)
+
+Both apply only to clients whose storage is ours; others go straight through.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from transfer_queue.client import (  # type: ignore[import-not-found]
+    AsyncTransferQueueClient,
+)
+
+from holdfast.errors import BatchFailed, NotFound, Unavailable
+
+__all__ = ["check_missing", "install", "while_alive"]
+
+T = TypeVar("T")
+
+CHECK_S = 2.0
+"""How long to wait for the controller before its port is tried."""
+_CONNECT_S = 5.0
+_TRIES = 3
+_MISSING = "holdfast_missing_keys"
+_PORT = "request_handle_socket"
+
+
+def install(ours: type) -> None:
+    """Guard all clients whose storage manager is one of `ours`. Twice does no harm."""
+    _wrap("async_kv_retrieve_meta", functools.partial(_remember_missing, ours))
+    _wrap("_request_controller", functools.partial(_watch_controller, ours))
+
+
+def check_missing(metadata: Any) -> None:
+    """Refuse metadata of fewer keys than were asked for."""
+    missing = metadata.extra_info.get(_MISSING)
+    if missing:
+        raise BatchFailed(
+            f"{len(missing)} of {len(missing) + len(metadata)} keys are not there: "
+            f"{', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}",
+            failures={key: NotFound(f"{key}: no such key", key=key) for key in missing},
+        )
+
+
+async def while_alive(controller: Any, answer: Awaitable[T]) -> T:
+    """Await an answer as long as somebody listens at the controller's port."""
+    task = asyncio.ensure_future(answer)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=CHECK_S)
+            if done:
+                return task.result()
+            if not await _listening(controller) and not task.done():
+                raise Unavailable(
+                    f"TransferQueue's controller {controller.id} does not answer, and nobody "
+                    "listens at its port: it is dead. What it knew is lost with it"
+                )
+    finally:
+        task.cancel()
+
+
+async def _listening(controller: Any) -> bool:
+    place = urlsplit(controller.to_addr(_PORT))
+    for _ in range(_TRIES):
+        try:
+            opening = asyncio.open_connection(place.hostname, place.port)
+            _, writer = await asyncio.wait_for(opening, _CONNECT_S)
+        except ConnectionRefusedError:
+            continue
+        except (OSError, TimeoutError):
+            await asyncio.sleep(CHECK_S)
+            continue
+        writer.close()
+        return True
+    return False
+
+
+async def _remember_missing(
+    ours: type,
+    original: Callable[..., Awaitable[Any]],
+    client: Any,
+    keys: Any,
+    partition_id: str,
+    create: bool = False,
+    **more: Any,
+) -> Any:
+    metadata = await original(client, keys, partition_id, create=create, **more)
+    asked = [keys] if isinstance(keys, str) else list(keys)
+    is_ours = isinstance(getattr(client, "storage_manager", None), ours)
+    if is_ours and not create and 0 < len(metadata) < len(asked):
+        found = await client.async_kv_retrieve_keys(metadata.global_indexes, partition_id)
+        metadata.set_extra_info(_MISSING, [key for key in asked if key not in set(found)])
+    return metadata
+
+
+async def _watch_controller(
+    ours: type, original: Callable[..., Awaitable[Any]], client: Any, *args: Any, **named: Any
+) -> Any:
+    answer = original(client, *args, **named)
+    if not isinstance(getattr(client, "storage_manager", None), ours):
+        return await answer
+    return await while_alive(client._controller, answer)
+
+
+def _wrap(method: str, guard: Callable[..., Awaitable[Any]]) -> None:
+    original = getattr(AsyncTransferQueueClient, method)
+    if hasattr(original, "holdfast_guard"):
+        return
+
+    @functools.wraps(original)
+    async def guarded(self: Any, *args: Any, **named: Any) -> Any:
+        return await guard(original, self, *args, **named)
+
+    guarded.holdfast_guard = True  # type: ignore[attr-defined]
+    setattr(AsyncTransferQueueClient, method, guarded)

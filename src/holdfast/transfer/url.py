@@ -1,0 +1,98 @@
+"""Store URLs: parsing them, and making the store that they name.
+
+memory:                          a new one, in this process
+memory:NAME                      shared in this process
+shm://NAME[?budget=4G&segment=64M]            one machine, many processes
+redis://[user:password@]host:port[/db][?prefix=holdfast:&timeout=5]
+mooncake://master:port?metadata=http://host:port/metadata[&...]
+
+Names come from outside; they are checked before they become part of a path or a key.
+"""
+
+from collections.abc import Callable
+from urllib.parse import parse_qsl, urlsplit
+
+from holdfast.errors import MissingPackage, Mistake
+from holdfast.retry import Policy
+from holdfast.transfer.backend import Backend
+from holdfast.transfer.memory import MemoryBackend
+from holdfast.transfer.store import DEFAULT_POLICY, Store
+
+__all__ = ["backend", "connect", "without_password"]
+
+_FORMS = "memory:, shm://NAME, redis://host:port or mooncake://master:port?metadata=URL"
+_shared: dict[str, MemoryBackend] = {}
+
+
+def connect(url: str, policy: Policy = DEFAULT_POLICY) -> Store:
+    """The store that `url` names: `with connect(url) as store`."""
+    return Store(backend(url), policy)
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown to people and written to logs."""
+    scheme, slashes, rest = url.partition("://")
+    user, at, hosts = rest.rpartition("@")
+    return f"{scheme}{slashes}{user.split(':')[0]}{at}{hosts}"
+
+
+def backend(url: str) -> Backend:
+    """The back end alone."""
+    scheme, colon, rest = url.partition(":")
+    if not colon:
+        raise Mistake(f"{without_password(url)!r} is not the URL of a store: use {_FORMS}")
+    if scheme == "memory":
+        return _memory(url, rest)
+    makers: dict[str, Callable[[str], Backend]] = {
+        "shm": _shm,
+        "redis": _redis,
+        "rediss": _redis,
+        "mooncake": _mooncake,
+    }
+    if scheme not in makers:
+        raise Mistake(f"no store is called {scheme!r}: use {_FORMS}")
+    try:
+        made = makers[scheme](url)
+    except ImportError as error:
+        raise MissingPackage(
+            f"{scheme}:// needs the package {error.name} ({error}): "
+            f"pip install 'holdfast[transfer,{scheme}]'"
+        ) from error
+    made.url = without_password(url)
+    return made
+
+
+def _memory(url: str, name: str) -> Backend:
+    if "/" in name or "?" in name:
+        raise Mistake(f"{url!r}: a store in memory takes a plain name, as in memory:mine")
+    return _shared.setdefault(name, MemoryBackend()) if name else MemoryBackend()
+
+
+def _shm(url: str) -> Backend:
+    from holdfast.transfer.shm import from_url
+
+    return from_url(url)
+
+
+def _redis(url: str) -> Backend:
+    from holdfast.transfer.redis import from_url
+
+    return from_url(url)
+
+
+def _mooncake(url: str) -> Backend:
+    from holdfast.transfer.mooncake import from_url
+
+    return from_url(url)
+
+
+def options(url: str, known: set[str]) -> dict[str, str]:
+    """The options behind the question mark; unknown ones are a `Mistake`."""
+    found = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+    for name in found:
+        if name not in known:
+            raise Mistake(
+                f"{without_password(url)!r}: unknown option {name!r}; "
+                f"there are {', '.join(sorted(known))}"
+            )
+    return found

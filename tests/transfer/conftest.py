@@ -1,0 +1,120 @@
+"""One store per test, on every back end, and ways to open it again.
+
+Redis and Mooncake are shared by all tests, so each test keeps to a prefix of its own and
+takes away what it put. Mooncake's data is held by a process of its own.
+"""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from holdfast import transfer
+from holdfast.retry import Policy
+from holdfast.servers import MooncakeHolder, MooncakeServer, RedisServer
+from holdfast.transfer import Store, shm
+
+# Read when the library is loaded, by whichever test comes first.
+os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
+os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+
+HOLDER_BYTES = 1 << 30
+QUICK = Policy(attempts=5, base_s=0.01, factor=2.0, max_s=0.1, deadline_s=20.0)
+"""Retries that a test can wait for."""
+
+Opener = Callable[[], Store]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    with MooncakeServer(tmp_path_factory.mktemp("mooncake")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mooncake_holder(mooncake_master: MooncakeServer) -> Iterator[MooncakeHolder]:
+    folder = mooncake_master.folder
+    with MooncakeHolder(folder, mooncake_master, nbytes=HOLDER_BYTES) as holder:
+        yield holder
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return f"{redis_server.url}?prefix=t:{uuid.uuid4().hex}:"
+
+
+@pytest.fixture
+def mooncake_url(mooncake_master: MooncakeServer, mooncake_holder: MooncakeHolder) -> str:
+    assert mooncake_holder.segment
+    return f"{mooncake_master.url}&prefix=t:{uuid.uuid4().hex}:"
+
+
+@pytest.fixture(scope="session")
+def mooncake_client(
+    mooncake_master: MooncakeServer, mooncake_holder: MooncakeHolder
+) -> Iterator[Any]:
+    """One client for all tests: setting one up and closing it takes a second."""
+    from mooncake.store import MooncakeDistributedStore
+
+    assert mooncake_holder.segment
+    client = MooncakeDistributedStore()
+    master = f"{mooncake_master.host}:{mooncake_master.port}"
+    code = client.setup("127.0.0.1", mooncake_master.metadata, 0, 16 << 20, "tcp", "", master)
+    assert code == 0
+    yield client
+    client.close()
+
+
+@pytest.fixture(params=["memory", "shm", "redis", "mooncake"])
+def store_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same back end for everybody in one test."""
+    name = f"test-{uuid.uuid4().hex}"
+    if request.param == "memory":
+        yield f"memory:{name}"
+    elif request.param == "shm":
+        yield f"shm://{name}?segment=8M"
+        shm.remove(name)
+    else:
+        yield request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def open_store(store_url: str) -> Iterator[Opener]:
+    """Opens one more client of the same store."""
+    with contextlib.ExitStack() as stack:
+        opened: list[Store] = []
+
+        def again() -> Store:
+            store = stack.enter_context(transfer.connect(store_url, QUICK))
+            opened.append(store)
+            return store
+
+        yield again
+        if opened:
+            opened[-1].delete([found.key for found in opened[-1].scan()])
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, store_url: str) -> Iterator[Store]:
+    """The only client of its store."""
+    if not store_url.startswith("mooncake:"):
+        yield request.getfixturevalue("open_store")()
+        return
+    from holdfast.transfer.mooncake import MooncakeBackend
+
+    client = request.getfixturevalue("mooncake_client")
+    query = dict(parse_qsl(urlsplit(store_url).query))
+    backend = MooncakeBackend(client, prefix=query["prefix"], admin=query["admin"])
+    with Store(backend, QUICK) as store:
+        yield store
+        store.delete([found.key for found in store.scan()])

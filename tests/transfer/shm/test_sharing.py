@@ -1,0 +1,233 @@
+"""Many processes and threads, one key; forks; the folder itself."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import Denied, Mistake, NotFound
+from holdfast.transfer import Store, connect, shm
+from holdfast.transfer.shm.backend import ShmBackend
+
+from .children import QUICK, content
+from .conftest import Opener
+from .family import fresh_name, start
+
+OPTIONS = "?budget=16M&segment=1M"
+
+
+def test_two_writers_of_one_key(name: str, opener: Opener, tmp_path: Path) -> None:
+    """However two processes race, everybody ends with the highest generation, and one value."""
+    store = opener(OPTIONS)
+    keys = [f"k-{n}" for n in range(10)]
+    args: dict[str, Any] = {"url": f"shm://{name}", "keys": keys, "rounds": 150}
+    with (
+        start("racer", folder=tmp_path, seed=1, **args) as one,
+        start("racer", folder=tmp_path, seed=2, **args) as two,
+    ):
+        for kid in (one, two):
+            kid.hear("ready")
+        for kid in (one, two):
+            kid.tell()
+        ends = [kid.hear("done")["refs"] for kid in (one, two)]
+    for reader in (store, opener()):
+        found = {stored.key: stored.generation for stored in reader.scan()}
+        assert found == {key: max(end[key] for end in ends) for key in keys}
+        assert reader.stat().keys == len(keys)
+    # All that was replaced is dead: one more put finds and buries what a race left.
+    store.put(dict.fromkeys(keys, b""))
+    session = opener().backend.session()  # type: ignore[attr-defined]
+    session.look_up(keys)
+    assert sum(one.living() for one in session.catalog.segments.values()) == len(keys)
+
+
+def test_generations(opener: Opener) -> None:
+    """The highest generation wins; a deleted one does not stand in the way of a lower one."""
+    store, other = opener(OPTIONS), opener()
+    high = store.put({"x": b"high"}, generation=10)["x"]
+    other.put({"x": b"low"}, generation=8)
+    other.put({"x": b"low"}, generation=9)
+    assert store.get(["x"])["x"] == other.get([high])["x"] == b"high"
+    assert store.delete([high]) == {"x": True}
+    assert other.exists(["x"]) == {"x": False}
+    low = other.put({"x": b"low"}, generation=9)["x"]
+    assert store.get([low])["x"] == b"low"
+    again = store.put({"x": b"again"}, generation=9)["x"]
+    assert store.get(["x"])["x"] == other.get([again])["x"] == b"again"
+    assert other.delete([high]) == {"x": False}
+    assert other.delete(["x"]) == {"x": True}
+    assert not opener().exists(["x"])["x"]
+
+
+def test_a_late_delete(name: str, opener: Opener, tmp_path: Path) -> None:
+    """A delete that is stopped before its lock does not hit what has come in the meantime."""
+    store = opener("?budget=1M&segment=128K")
+    url = f"shm://{name}"
+    args: dict[str, Any] = {"url": url, "sizes": {"other": 1}, "generation": 1}
+    store.put({f"a-{n}": bytes(1000) for n in range(50)})
+    with start("keeper", folder=tmp_path, fault="shm.delete.found:stop", **args) as deleter:
+        deleter.hear("ready")
+        deleter.tell(",".join(f"a-{n}" for n in range(50)))
+        deleter.stopped()
+        store.delete([f"a-{n}" for n in range(50)])
+        for _ in range(3):
+            for turn in range(8):
+                store.put({f"b-{turn}-{n}": bytes(1000) for n in range(60)})
+        deleter.child.signal(signal.SIGCONT)
+        assert not any(deleter.hear("deleted")["answer"].values())
+    assert store.stat().keys == 1 + 8 * 60
+    assert len(store.get([f"b-{turn}-{n}" for turn in range(8) for n in range(60)])) == 480
+
+
+def test_threads(opener: Opener, seed: int) -> None:
+    """Threads of one process put, get and delete side by side."""
+    store = opener(OPTIONS)
+    problems: list[str] = []
+
+    def work(number: int) -> None:
+        luck = random.Random(seed + number)
+        try:
+            for n in range(150):
+                key = f"{number}-{n % 7}"
+                size = luck.choice((10, 1000, 200_000))
+                ref = store.put({key: content(key, n, size)})[key]
+                if store.get([ref])[key] != content(key, n, size):
+                    problems.append(f"{key} is wrong")
+                with store.view([ref]) as values:
+                    if values[key] != content(key, n, size):
+                        problems.append(f"{key} is wrong in a view")
+                if luck.random() < 0.5 and not store.delete([ref])[key]:
+                    problems.append(f"{key} was not there")
+        except Exception as error:  # noqa: BLE001 -- shown by the assertion
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert problems == []
+
+
+def test_fork(opener: Opener) -> None:
+    """A child of a fork owns nothing of its parent's: both go on, and neither hurts the other."""
+    store = opener(OPTIONS)
+    refs = store.put({"a": b"1" * 100_000, "b": b"2"})
+    assert isinstance(store.backend, ShmBackend)
+    mine = set(store.backend.session().writer.slots)
+    with store.view(["a"]) as values:
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(read)
+                assert store.get(refs.values())["a"] == b"1" * 100_000
+                store.put({"child": b"3"})
+                assert set(store.backend.session().writer.slots).isdisjoint(mine)
+                store.delete(["b"])
+                os.write(write, b"x")
+                signal.pause()
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        assert os.read(read, 1) == b"x", "the child failed"
+        os.close(read)
+        assert store.get(["child"])["child"] == b"3"
+        assert not store.exists(["b"])["b"]
+        # The child lives, and yet our locks go with us and not with it.
+        store.delete(["a"])
+        assert values["a"] == b"1" * 100_000
+    store.backend.session().writer.close_segment()
+    locks = store.backend.session().locks
+    name = next(iter(store.backend.session().catalog.segments.values())).name
+    fd = locks.take(name, exclusive=True)
+    assert fd is not None, "the child holds a lock of its parent"
+    locks.drop(fd)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_names_and_folders(tmp_path: Path) -> None:
+    """Names that could leave the folder are refused; so are folders of others."""
+    for wrong in ("", ".", "..", ".x", "a/b", "a b", "x" * 65, "%2e%2e"):
+        with pytest.raises(Mistake):
+            connect(f"shm://{wrong}")
+    base = Path(f"/dev/shm/holdfast-{os.geteuid()}")
+    base.mkdir(mode=0o700, exist_ok=True)
+    name = fresh_name()
+    (base / name).symlink_to(tmp_path)
+    try:
+        with pytest.raises(Denied):
+            connect(f"shm://{name}")
+        (base / name).unlink()
+        (base / name).mkdir(mode=0o755)
+        (base / name).chmod(0o755)
+        with pytest.raises(Denied):
+            connect(f"shm://{name}")
+    finally:
+        (base / name).unlink() if (base / name).is_symlink() else (base / name).rmdir()
+
+
+def test_list_and_remove(name: str, opener: Opener) -> None:
+    """A store in use is listed with its processes and cannot be removed; then it can."""
+    store, other = opener("?budget=16M"), opener()
+    store.put({"x": bytes(1000)})
+    listed = next(one for one in shm.stores() if one.name == name)
+    assert listed.used
+    assert os.getpid() in listed.pids
+    assert listed.budget == 16 << 20
+    assert store.stat().taken <= listed.taken <= 16 << 20
+    assert not shm.remove(name)
+    store.close()
+    assert not shm.remove(name)
+    other.close()
+    assert not next(one for one in shm.stores() if one.name == name).used
+    assert shm.remove(name)
+    with pytest.raises(NotFound):
+        shm.remove(name)
+    with connect(f"shm://{name}?budget=8M", QUICK) as new:
+        assert new.stat().keys == 0
+
+
+def test_opened_while_it_is_removed(name: str) -> None:
+    """Opening and removing race: whoever has it open has the store that others see."""
+    over = time.monotonic() + 1.0
+    problems: list[str] = []
+
+    def use(number: int) -> None:
+        while time.monotonic() < over:
+            with connect(f"shm://{name}?budget=1M", QUICK) as one:
+                one.put({f"k-{number}": b"x"})
+                with connect(f"shm://{name}", QUICK) as two:
+                    if not two.exists([f"k-{number}"])[f"k-{number}"]:
+                        problems.append("two stores of one name")
+
+    def clear() -> None:
+        while time.monotonic() < over:
+            try:
+                shm.remove(name)
+            except NotFound:
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(2)]
+    threads.append(threading.Thread(target=clear))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+def test_a_closed_store(opener: Opener) -> None:
+    """A closed store says so."""
+    store: Store = opener(OPTIONS)
+    store.close()
+    with pytest.raises(Mistake, match="closed"):
+        store.get(["x"])

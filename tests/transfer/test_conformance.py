@@ -1,0 +1,360 @@
+"""What every store promises, on every back end: what is put is got, or an error says why."""
+
+import contextlib
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.errors import BatchFailed, Corrupt, Gone, Mistake, NotFound
+from holdfast.transfer import Ref, Store, status
+from transfer.conftest import Opener
+from transfer.samples import SAMPLES, same
+
+
+def failures(store: Store, *wanted: str | Ref) -> dict[str, str]:
+    """What went wrong, in one word per key."""
+    found = store.get(wanted, partial=True)
+    return {key: status(error) for key, error in found.failures.items()}
+
+
+# Values
+
+
+def test_every_kind_of_value_comes_back_as_it_was(store: Store) -> None:
+    """Type, dtype, shape and bits; by reference and by key, and to another client."""
+    refs = store.put(SAMPLES)
+    assert list(refs) == list(SAMPLES)
+    for wanted in (refs.values(), list(SAMPLES)):
+        found = store.get(wanted)
+        assert list(found) == list(SAMPLES)
+        wrong = [name for name in SAMPLES if not same(SAMPLES[name], found[name])]
+        assert not wrong
+
+
+def test_another_client_gets_it(open_store: Opener) -> None:
+    """As soon as a put has returned."""
+    writer, reader = open_store(), open_store()
+    for index in range(20):
+        refs = writer.put({"a": index, "b": torch.full((100,), index)})
+        found = reader.get(["a", refs["b"]])
+        assert found["a"] == index
+        assert same(found["b"], torch.full((100,), index))
+
+
+def test_nothing_empty_and_failed_are_three_things(store: Store) -> None:
+    """None and b"" are values; what is not there is an error."""
+    refs = store.put({"none": None, "empty": b""})
+    assert store.get(refs.values()) == {"none": None, "empty": b""}
+    assert failures(store, "absent") == {"absent": "missing"}
+    with pytest.raises(BatchFailed) as caught:
+        store.get(["none", "absent", "empty"])
+    assert list(caught.value.failures) == ["absent"]
+    assert isinstance(caught.value.failures["absent"], NotFound)
+    assert caught.value.values == {"none": None, "empty": b""}
+    assert "absent" in str(caught.value)
+
+
+def test_a_value_is_the_caller_s_own(store: Store) -> None:
+    """Writing to what was got changes neither the store nor what others get."""
+    store.put({"t": torch.zeros(1000), "a": np.zeros(1000)})
+    first = store.get(["t", "a"])
+    first["t"].fill_(1)
+    first["a"][:] = 1
+    second = store.get(["t", "a"])
+    assert not second["t"].any()
+    assert not second["a"].any()
+
+
+def test_what_was_put_may_be_changed_afterwards(store: Store) -> None:
+    """A put keeps bytes, not a view of the caller's memory."""
+    tensor = torch.arange(1000)
+    store.put({"t": tensor})
+    tensor.zero_()
+    assert same(store.get(["t"])["t"], torch.arange(1000))
+
+
+ODD_KEYS = [
+    "a b",
+    "ü/ö",
+    "*?[a-z]",
+    "\\",
+    "..",
+    "/",
+    "a:b",
+    "{x}",
+    "k" * 512,
+    "%2F",
+    "'\"",
+    "日本",
+]
+
+
+def test_keys_may_look_odd(store: Store) -> None:
+    """They name what was put under them and nothing else, and are listed as they are."""
+    values = {key: index for index, key in enumerate(ODD_KEYS)}
+    refs = store.put(values)
+    assert store.get(refs.values()) == values
+    assert {found.key for found in store.scan()} == set(ODD_KEYS)
+    assert [found.key for found in store.scan("*?")] == ["*?[a-z]"]
+    assert store.delete(ODD_KEYS) == dict.fromkeys(ODD_KEYS, True)
+
+
+@pytest.mark.parametrize("key", ["", "a\nb", "\0", "k" * 513, "ü" * 257, 7, b"k"])
+def test_what_is_not_a_key_is_refused(store: Store, key: Any) -> None:
+    for call in (lambda: store.put({key: 1}), lambda: store.get([key])):
+        with pytest.raises(Mistake):
+            call()
+
+
+# References
+
+
+def test_a_replaced_value_makes_its_references_stale(store: Store) -> None:
+    """The key means the new value, the old reference never does; of any size."""
+    for old, new in ((b"old", b"new"), (b"x" * 5000, b"y"), (b"", b"z" * 100_000)):
+        before = store.put({"k": old})["k"]
+        after = store.put({"k": new})["k"]
+        assert store.get(["k"]) == store.get([after]) == {"k": new}
+        assert failures(store, before) == {"k": "stale"}
+        assert after.generation > before.generation
+
+
+def test_a_deleted_value_makes_its_references_stale(store: Store) -> None:
+    """By key it is missing; by reference it is gone."""
+    ref = store.put({"k": 1})["k"]
+    assert store.delete(["k", "never"]) == {"k": True, "never": False}
+    assert failures(store, "k") == {"k": "missing"}
+    found = store.get([ref], partial=True)
+    assert isinstance(found.failures["k"], Gone)
+    assert store.exists(["k"]) == {"k": False}
+
+
+def test_deleting_by_an_old_reference_leaves_the_new_value(store: Store) -> None:
+    old = store.put({"k": 1, "other": 2})
+    new = store.put({"k": 3})
+    assert store.delete(old.values()) == {"k": False, "other": True}
+    assert store.get(new.values()) == {"k": 3}
+    assert store.delete(new.values()) == {"k": True}
+    assert store.delete(new.values()) == {"k": False}
+    assert store.exists(["k", "other"]) == {"k": False, "other": False}
+
+
+def test_the_same_put_twice_is_one_put(store: Store) -> None:
+    """With a generation of one's own a put can be repeated: the references stay good."""
+    values = {"a": torch.arange(9), "b": b""}
+    first = store.put(values, generation=41)
+    second = store.put(values, generation=41)
+    assert first == second
+    assert same(store.get(first.values()), values)
+    assert {found.generation for found in store.scan()} == {41}
+
+
+def test_references_travel(open_store: Opener) -> None:
+    """A reference is plain data: whoever gets it, by whatever way, can use it."""
+    ref = open_store().put({"k": b"value"})["k"]
+    copy = Ref(ref.key, ref.generation, ref.checksum, ref.nbytes)
+    assert open_store().get([copy]) == {"k": b"value"}
+    other = Ref(ref.key, ref.generation, ref.checksum ^ 1, ref.nbytes)
+    assert failures(open_store(), other) == {"k": "stale"}
+    larger = Ref(ref.key, ref.generation + 1, ref.checksum, ref.nbytes + 64)
+    assert failures(open_store(), larger) == {"k": "stale"}
+
+
+def test_two_values_of_one_key_cannot_be_asked_for_at_once(store: Store) -> None:
+    old, new = store.put({"k": 1})["k"], store.put({"k": 2})["k"]
+    with pytest.raises(Mistake, match="twice"):
+        store.get([old, new])
+
+
+# Buffers of the caller
+
+
+def test_get_into_fills_the_caller_s_buffers(store: Store) -> None:
+    values = {
+        "t": torch.arange(100, dtype=torch.bfloat16).reshape(4, 25),
+        "a": np.arange(50, dtype=np.int16),
+        "b": b"some bytes",
+    }
+    refs = store.put(values)
+    places: dict[str | Ref, Any] = {
+        refs["t"]: torch.empty(4, 25, dtype=torch.bfloat16),
+        "a": np.empty(50, np.int16),
+        "b": bytearray(10),
+    }
+    store.get_into(places)
+    assert same(places[refs["t"]], values["t"])
+    assert same(places["a"], values["a"])
+    assert places["b"] == values["b"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        torch.empty(4, 5),
+        torch.empty(20, dtype=torch.float64),
+        torch.empty(5, 4, dtype=torch.float64),
+        torch.empty(4, 10, dtype=torch.float64)[:, ::2],
+        np.empty((4, 5), np.float64)[:3],
+        bytearray(159),
+    ],
+)
+def test_get_into_refuses_what_does_not_fit(store: Store, place: Any) -> None:
+    """Another dtype or shape, or memory with gaps."""
+    store.put({"t": torch.ones(4, 5, dtype=torch.float64)})
+    with pytest.raises((Mistake, BatchFailed)) as caught:
+        store.get_into({"t": place})
+    error = caught.value
+    if isinstance(error, BatchFailed):
+        assert isinstance(error.failures["t"], Mistake)
+
+
+def test_get_into_names_what_is_missing(store: Store) -> None:
+    store.put({"a": b"1"})
+    place = bytearray(1)
+    with pytest.raises(BatchFailed) as caught:
+        store.get_into({"a": place, "b": bytearray(1)})
+    assert {key: status(error) for key, error in caught.value.failures.items()} == {"b": "missing"}
+    assert place == b"1"
+
+
+def test_a_view_shows_the_values(store: Store) -> None:
+    refs = store.put({"t": torch.arange(1000), "n": None})
+    with store.view(refs.values()) as found:
+        assert same(found["t"], torch.arange(1000))
+        assert found["n"] is None
+    with pytest.raises(BatchFailed, match="absent"), store.view(["t", "absent"]):
+        pass
+
+
+# Many
+
+
+def test_five_thousand_keys_at_once(store: Store) -> None:
+    values = {f"key {index}": index.to_bytes(4, "little") * 50 for index in range(5000)}
+    refs = store.put(values)
+    assert store.get(refs.values()) == values
+    assert store.get(values) == values
+    assert store.exists([*values, "absent"]) == {**dict.fromkeys(values, True), "absent": False}
+    assert {found.key: found.nbytes for found in store.scan("key ")} == {
+        key: ref.nbytes for key, ref in refs.items()
+    }
+    stat = store.stat()
+    assert (stat.keys, stat.nbytes) == (5000, sum(ref.nbytes for ref in refs.values()))
+    assert stat.taken >= stat.nbytes
+    removed = store.delete([*refs.values(), "absent"])
+    assert removed == {**dict.fromkeys(values, True), "absent": False}
+    assert not list(store.scan())
+
+
+def test_a_hundred_megabytes_in_one_value(store: Store) -> None:
+    value = torch.from_numpy(np.random.default_rng(3).integers(0, 255, 100_000_000, np.uint8))
+    ref = store.put({"large": value, "small": b"s"})["large"]
+    found = store.get([ref, "small"])
+    assert torch.equal(found["large"], value)
+    place = torch.empty_like(value)
+    store.get_into({"large": place})
+    assert torch.equal(place, value)
+    assert [(found.key, found.nbytes) for found in store.scan("large")] == [("large", ref.nbytes)]
+    assert store.delete([ref]) == {"large": True}
+    assert failures(store, ref) == {"large": "stale"}
+
+
+def test_nothing_asked_nothing_answered(store: Store) -> None:
+    assert store.put({}) == {}
+    assert store.get([]) == {}
+    assert store.delete([]) == {}
+    assert store.exists([]) == {}
+
+
+def test_threads_share_a_store(store: Store) -> None:
+    """Each gets its own values, whole, while others put, replace and delete theirs."""
+    seed = 11
+
+    def work(number: int) -> int:
+        rng = random.Random(seed * 100 + number)
+        for step in range(15):
+            values = {
+                f"{number}/{index}": bytes([number, step]) * rng.randrange(1, 3000)
+                for index in range(20)
+            }
+            refs = store.put(values)
+            wanted = list(refs.values()) if step % 2 else list(values)
+            assert store.get(wanted) == values, f"seed {seed}, thread {number}, step {step}"
+            store.delete(rng.sample(list(refs.values()), 5))
+        return number
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(work, range(6))) == list(range(6))
+
+
+def test_a_reader_never_gets_a_mix(open_store: Opener) -> None:
+    """While a value is replaced over and over, a get is one of them, or an error."""
+    writer, reader = open_store(), open_store()
+    sizes = [70_000, 70_000, 30, 70_000, 90_000]
+    stop = threading.Event()
+    writer.put({"k": torch.zeros(sizes[0], dtype=torch.uint8)})
+
+    def replace() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            size = sizes[step % len(sizes)]
+            writer.put({"k": torch.full((size,), step % 251, dtype=torch.uint8)})
+            stop.wait(0.005)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    good = 0
+    try:
+        for _ in range(150):
+            found = reader.get(["k"], partial=True)
+            assert all(status(error) != "missing" for error in found.failures.values())
+            if found.values:
+                value = found.values["k"]
+                assert len(value) in sizes
+                assert len(value.unique()) == 1
+                good += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert good > 50
+
+
+# Asynchronous twins
+
+
+async def test_the_asynchronous_twins_do_the_same(store: Store) -> None:
+    refs = await store.aput(SAMPLES)
+    assert same(await store.aget(refs.values()), store.get(SAMPLES))
+    partial = await store.aget(["none", "absent"], partial=True)
+    assert list(partial.values) == ["none"]
+    assert list(partial.failures) == ["absent"]
+    assert await store.aexists(["none", "absent"]) == {"none": True, "absent": False}
+    assert await store.adelete([refs["none"], "absent"]) == {"none": True, "absent": False}
+    with pytest.raises(BatchFailed) as caught:
+        await store.aget([refs["none"]])
+    assert status(caught.value.failures["none"]) == "stale"
+    many = {f"m{index}": index for index in range(2000)}
+    assert await store.aget((await store.aput(many)).values()) == many
+
+
+def test_statuses() -> None:
+    """Every outcome has one word."""
+    words = [None, NotFound("x"), Corrupt("x"), Gone("x"), Mistake("x"), OSError("x")]
+    assert [status(word) for word in words] == [
+        *("ok", "missing", "corrupt", "stale", "failed", "failed"),
+    ]
+
+
+def test_closing_twice_does_no_harm(open_store: Opener) -> None:
+    store = open_store()
+    with contextlib.closing(store):
+        store.put({"k": 1})
+        assert store.get(["k"]) == {"k": 1}
+        open_store().delete(["k"])
+    store.close()

@@ -1,0 +1,277 @@
+"""Mooncake: batches that overload it, short reads, dead holders, a line that lies."""
+
+import contextlib
+import http.client
+import json
+import random
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+from holdfast import transfer
+from holdfast.chaos.proxy import ProxyThread
+from holdfast.errors import (
+    BatchFailed,
+    Corrupt,
+    Gone,
+    Mistake,
+    NoRoom,
+    NotFound,
+    Unavailable,
+    UnknownOutcome,
+)
+from holdfast.procs import free_ports
+from holdfast.retry import Policy
+from holdfast.servers import MooncakeHolder, MooncakeServer
+from holdfast.transfer import Store, status
+from holdfast.transfer.mooncake import ARENA_BYTES, MooncakeBackend
+from transfer.conftest import QUICK
+from transfer.samples import SAMPLES, same
+
+ONCE = Policy(attempts=1, deadline_s=10.0)
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"m:{uuid.uuid4().hex}:"
+
+
+@pytest.fixture
+def store(mooncake_client: Any, mooncake_master: MooncakeServer, prefix: str) -> Iterator[Store]:
+    admin = f"{mooncake_master.host}:{mooncake_master.admin_port}"
+    backend = MooncakeBackend(mooncake_client, prefix=prefix, admin=admin)
+    with Store(backend, QUICK) as store:
+        yield store
+        store.delete([found.key for found in store.scan()])
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[tuple[MooncakeServer, MooncakeHolder]]:
+    """A master and a holder that a test may break."""
+    with (
+        MooncakeServer(tmp_path) as master,
+        MooncakeHolder(tmp_path, master, nbytes=64 << 20) as holder,
+    ):
+        yield master, holder
+
+
+def test_many_small_keys_do_not_overload_it(store: Store) -> None:
+    """4,000 keys in one call of its own fail, nearly all of them, after a minute."""
+    values = {f"k{index}": index.to_bytes(4, "little") * 64 for index in range(4000)}
+    refs = store.put(values)
+    assert store.get(refs.values()) == values
+    assert store.get(values) == values
+
+
+def test_values_that_no_buffer_of_ours_has_room_for(mooncake_client: Any, prefix: str) -> None:
+    """They are mixed with small ones, and read by reference and by key."""
+    with Store(MooncakeBackend(mooncake_client, prefix=prefix), QUICK) as store:
+        large = np.random.default_rng(1).integers(0, 255, ARENA_BYTES + 1000, np.uint8)
+        refs = store.put({**SAMPLES, "large": large})
+        for wanted in (refs.values(), list(refs)):
+            found = store.get(wanted)
+            assert np.array_equal(found.pop("large"), large)
+            assert same(found, SAMPLES)
+        store.delete(refs.values())
+
+
+def test_a_value_that_is_shorter_than_announced_is_corrupt(
+    store: Store, mooncake_client: Any, prefix: str
+) -> None:
+    """Mooncake reports success and leaves the rest of the buffer as it was."""
+    ref = store.put({"k": b"x" * 1000})["k"]
+    whole = mooncake_client.get(prefix + "k")
+    assert len(whole) == ref.nbytes
+    for stored in (whole[:-1], whole[:64], b"y", whole[:500] + bytes(500), whole + b"z"):
+        assert mooncake_client.upsert(prefix + "k", stored) == 0
+        for wanted in (ref, "k"):
+            found = Store(store.backend, ONCE).get([wanted], partial=True)
+            assert isinstance(found.failures["k"], Corrupt), stored
+    assert mooncake_client.upsert(prefix + "k", whole) == 0
+    assert store.get([ref]) == {"k": b"x" * 1000}
+
+
+def test_a_reference_to_a_smaller_value_is_stale(store: Store) -> None:
+    """Its buffer would be too small for what is there now; the answer is stale, not failed."""
+    old = store.put({"k": b"s"})["k"]
+    store.put({"k": bytes(100_000)})
+    assert status(store.get([old], partial=True).failures["k"]) == "stale"
+
+
+def test_without_a_holder_there_is_no_room(tmp_path: Path) -> None:
+    """A client that lends nothing has nowhere to put things."""
+    with (
+        MooncakeServer(tmp_path) as master,
+        transfer.connect(master.url, ONCE) as store,
+    ):
+        with pytest.raises(BatchFailed) as caught:
+            store.put({"k": b"value"})
+        assert isinstance(caught.value.failures["k"], NoRoom)
+        with transfer.connect(master.url + "&segment=32M", ONCE) as lender:
+            ref = store.put({"k": b"value"})["k"]
+            assert lender.get([ref]) == store.get([ref]) == {"k": b"value"}
+
+
+def test_a_full_store_has_no_room(own: tuple[MooncakeServer, MooncakeHolder]) -> None:
+    with transfer.connect(own[0].url, ONCE) as store:
+        refs = store.put({"a": bytes(40 << 20)})
+        with pytest.raises(BatchFailed) as caught:
+            store.put({"b": bytes(40 << 20), "c": b"small"})
+        assert {key: type(error) for key, error in caught.value.failures.items()} == {"b": NoRoom}
+        assert store.stat().budget == 64 << 20
+        assert len(store.get([refs["a"]])["a"]) == 40 << 20
+        store.delete(["a"])
+        store.put({"b": bytes(40 << 20)})
+
+
+def test_a_dead_holder_takes_its_values_with_it(
+    own: tuple[MooncakeServer, MooncakeHolder],
+) -> None:
+    """A get then fails or says that it is gone; never with something else."""
+    master, holder = own
+    with transfer.connect(master.url, ONCE) as store:
+        refs = store.put({f"k{index}": bytes(1000) for index in range(10)})
+        holder.kill()
+        found = store.get(refs.values(), partial=True)
+        assert not found.values
+        assert all(isinstance(error, Unavailable | Gone) for error in found.failures.values())
+        with pytest.raises(BatchFailed) as caught:
+            store.put({"k1": b"x"})
+        assert isinstance(caught.value.failures["k1"], NoRoom | UnknownOutcome)
+
+
+def test_a_dead_master_is_unavailable(own: tuple[MooncakeServer, MooncakeHolder]) -> None:
+    """Nothing that is there is called missing."""
+    master, _ = own
+    with transfer.connect(master.url, ONCE) as store:
+        refs = store.put({"a": b"1"})
+        master.kill()
+        for wanted in (refs.values(), ["a"]):
+            found = store.get(wanted, partial=True)
+            assert isinstance(found.failures["a"], Unavailable)
+        for call in (lambda: store.put({"a": b"2"}), lambda: store.exists(["a"])):
+            with pytest.raises(BatchFailed) as caught:
+                call()
+            assert isinstance(caught.value.failures["a"], Unavailable | UnknownOutcome)
+        with pytest.raises(Unavailable):
+            store.stat()
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "?metadata=", "x?metadata=http://x", "?metadata=http://x&segment=5X", "?nonsense=1"],
+)
+def test_mistakes_in_urls(rest: str) -> None:
+    with pytest.raises(Mistake):
+        transfer.connect(f"mooncake://127.0.0.1:1{rest}")
+
+
+def test_connecting_to_nobody_fails_soon() -> None:
+    """Mooncake itself would try for a minute and a half."""
+    url = f"mooncake://127.0.0.1:{free_ports(1)[0]}?metadata=http://127.0.0.1:1/metadata"
+    with pytest.raises(Unavailable, match="no Mooncake master"):
+        transfer.connect(url)
+
+
+def test_scan_and_stat_need_to_know_the_master(mooncake_client: Any, prefix: str) -> None:
+    with Store(MooncakeBackend(mooncake_client, prefix=prefix)) as store:
+        for call in (store.stat, lambda: list(store.scan())):
+            with pytest.raises(Mistake, match="admin"):
+                call()
+
+
+# A line that lies
+
+
+@contextlib.contextmanager
+def lying(master: MooncakeServer, holder: MooncakeHolder, seed: int) -> Iterator[ProxyThread]:
+    """A proxy in front of the holder's data: clients learn of it where they look it up."""
+    path = "/metadata?key=" + quote(f"mooncake/ram/{holder.segment}", safe="")
+    described = json.loads(_http(master, "GET", path))
+    with ProxyThread("127.0.0.1", described["tcp_data_port"], seed=seed) as proxy:
+        host, port = proxy.address
+        _http(
+            master,
+            "PUT",
+            path,
+            json.dumps({**described, "tcp_data_host": host, "tcp_data_port": port}),
+        )
+        yield proxy
+
+
+def _http(master: MooncakeServer, method: str, path: str, body: str | None = None) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", master.metadata_port, timeout=5)
+    with contextlib.closing(connection):
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        assert answer.status == http.client.OK, (method, path, answer.status)
+        return answer.read()
+
+
+def _through_a_lying_line(
+    master: MooncakeServer, holder: MooncakeHolder, rounds: int, every_bytes: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    values = {f"k{index}": rng.randbytes(rng.randrange(100, 3000)) for index in range(50)}
+    policy = Policy(attempts=12, base_s=0.001, factor=1.5, max_s=0.02, deadline_s=60.0)
+    healed = reported = 0
+    with lying(master, holder, seed) as proxy, transfer.connect(master.url, policy) as store:
+        refs = store.put(values)
+        assert store.get(refs.values()) == values
+        assert proxy.stats.bytes_to_client > 50_000, "the data does not come through the proxy"
+        proxy.do(lambda it: it.corrupt(every_bytes=every_bytes, direction="to_client"))
+        for step in range(rounds):
+            found = store.get(refs.values() if step % 2 else refs, partial=True)
+            for key, value in found.values.items():
+                assert value == values[key], f"seed {seed}, round {step}: {key} is wrong"
+            for error in found.failures.values():
+                assert isinstance(error, Corrupt | Unavailable), f"seed {seed}: {error!r}"
+            assert len(found.values) + len(found.failures) == len(values)
+            healed += len(found.values)
+            reported += len(found.failures)
+        flips = proxy.stats.flips
+        proxy.do(lambda it: it.heal())
+        assert store.get(refs.values()) == values
+    assert flips > rounds / 4, "the line did not lie enough"
+    assert healed > 0.9 * rounds * len(values)
+    print(f"{rounds * len(values)} gets, {flips} flipped bits, {reported} reported, 0 wrong")
+
+
+def test_no_wrong_value_over_a_line_that_flips_bits(
+    own: tuple[MooncakeServer, MooncakeHolder],
+) -> None:
+    """500 gets: each is right, or an error; and nearly all are healed."""
+    _through_a_lying_line(*own, rounds=10, every_bytes=40_000, seed=5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_no_wrong_value_over_a_line_that_flips_bits_long(
+    own: tuple[MooncakeServer, MooncakeHolder],
+) -> None:
+    """10,000 gets."""
+    _through_a_lying_line(*own, rounds=200, every_bytes=40_000, seed=6)
+
+
+def test_damage_on_the_way_in_is_seen_by_every_get(
+    own: tuple[MooncakeServer, MooncakeHolder],
+) -> None:
+    """What was stored wrong stays wrong; it is called corrupt, or a put says that it failed."""
+    rng = random.Random(3)
+    values = {f"k{index}": rng.randbytes(2000) for index in range(40)}
+    with lying(*own, seed=3) as proxy, transfer.connect(own[0].url, QUICK) as store:
+        store.put({"warm": 1})
+        proxy.do(lambda it: it.corrupt(every_bytes=20_000, direction="to_server"))
+        with contextlib.suppress(BatchFailed):
+            store.put(values)
+        assert proxy.stats.flips > 0
+        proxy.do(lambda it: it.heal())
+        found = store.get(values, partial=True)
+        assert all(value == values[key] for key, value in found.values.items())
+        seen = {type(error) for error in found.failures.values()}
+        assert seen <= {Corrupt, NotFound, Unavailable}

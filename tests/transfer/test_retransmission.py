@@ -1,0 +1,192 @@
+"""Only what failed is sent again: gets and puts, of tensors and of bytes, on every back end.
+
+The four paths in which one bad key used to fail, or to spoil, a whole batch.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import (
+    BatchFailed,
+    Corrupt,
+    Denied,
+    Gone,
+    Mistake,
+    NotFound,
+    Unavailable,
+    UnknownOutcome,
+)
+from holdfast.retry import Policy
+from holdfast.transfer import Ref, Store, status
+from transfer.faulty import Fault, Faulty, faulty
+from transfer.samples import same
+
+KEYS = [f"k{index}" for index in range(40)]
+BAD = "k17"
+POLICY = Policy(attempts=4, base_s=0.01, factor=2.0, max_s=0.05, deadline_s=10.0)
+
+
+@pytest.fixture(params=["tensors", "bytes"])
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "bytes":
+        return {key: key.encode() * 30 for key in KEYS}
+    return {key: torch.full((5, 7), index, dtype=torch.bfloat16) for index, key in enumerate(KEYS)}
+
+
+@pytest.fixture
+def broken(store: Store) -> Faulty:
+    return faulty(store.backend)
+
+
+@pytest.fixture
+def shaky(broken: Faulty) -> Store:
+    """A store with faults between it and a real back end."""
+    return Store(broken, POLICY)
+
+
+def flipped(frame: memoryview) -> memoryview:
+    copy = bytearray(frame)
+    copy[-1] ^= 1
+    return memoryview(copy)
+
+
+def nothing(frame: memoryview) -> memoryview:
+    return memoryview(bytearray())
+
+
+def short(frame: memoryview) -> memoryview:
+    return memoryview(bytearray(frame[:-1]))
+
+
+def zeros(frame: memoryview) -> memoryview:
+    return memoryview(bytearray(len(frame)))
+
+
+DAMAGE: list[Callable[[memoryview], memoryview]] = [flipped, nothing, short, zeros]
+PASSING: list[Fault] = [Unavailable("injected"), *DAMAGE]
+
+
+def sent(broken: Faulty, way: str) -> dict[int, list[str]]:
+    """Keys by how often they were sent."""
+    counts: dict[int, list[str]] = {}
+    for key in KEYS:
+        counts.setdefault(broken.sent[way, key], []).append(key)
+    return counts
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: getattr(fault, "__name__", "error"))
+def test_a_get_asks_again_for_what_failed(
+    shaky: Store, broken: Faulty, values: dict[str, Any], fault: Fault
+) -> None:
+    """One key fails twice: it alone is asked for again, and the batch succeeds."""
+    refs = shaky.put(values)
+    broken.gets[BAD] = [fault, fault]
+    found = shaky.get(refs.values())
+    assert same(found, values)
+    assert list(found) == KEYS
+    assert sent(broken, "get") == {1: [key for key in KEYS if key != BAD], 3: [BAD]}
+
+
+@pytest.mark.parametrize("fault", [Unavailable("injected"), UnknownOutcome("injected")])
+def test_a_put_sends_again_what_failed(
+    shaky: Store, broken: Faulty, values: dict[str, Any], fault: Fault
+) -> None:
+    """So does a put, under the same generation."""
+    broken.puts[BAD] = [fault, fault]
+    refs = shaky.put(values)
+    assert sent(broken, "put") == {1: [key for key in KEYS if key != BAD], 3: [BAD]}
+    assert len({ref.generation for ref in refs.values()}) == 1
+    assert same(shaky.get(refs.values()), values)
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: getattr(fault, "__name__", "error"))
+def test_a_get_that_never_succeeds_names_the_key(
+    shaky: Store, broken: Faulty, values: dict[str, Any], fault: Fault
+) -> None:
+    """After the attempts that the policy allows, with the reason; the others are there."""
+    refs = shaky.put(values)
+    broken.gets[BAD] = [fault] * 100
+    began = time.monotonic()
+    with pytest.raises(BatchFailed) as caught:
+        shaky.get(refs.values())
+    assert time.monotonic() - began < POLICY.deadline_s
+    error = caught.value
+    assert list(error.failures) == [BAD]
+    wanted = Unavailable if isinstance(fault, Exception) else Corrupt
+    assert isinstance(error.failures[BAD], wanted)
+    assert BAD in str(error)
+    assert same(error.values, {key: values[key] for key in KEYS if key != BAD})
+    assert sent(broken, "get")[POLICY.attempts] == [BAD]
+
+
+def test_a_put_that_never_succeeds_names_the_key(
+    shaky: Store, broken: Faulty, values: dict[str, Any]
+) -> None:
+    """The others are put, and the error has their references."""
+    broken.puts[BAD] = [Unavailable("injected")] * 100
+    with pytest.raises(BatchFailed) as caught:
+        shaky.put(values)
+    assert list(caught.value.failures) == [BAD]
+    assert "injected" in str(caught.value)
+    refs = caught.value.values
+    assert same(shaky.get(refs.values()), {key: values[key] for key in KEYS if key != BAD})
+    assert status(shaky.get([BAD], partial=True).failures[BAD]) == "missing"
+
+
+def test_a_deadline_ends_it(store: Store, values: dict[str, Any]) -> None:
+    """With attempts left, the time decides."""
+    broken = faulty(store.backend)
+    policy = Policy(attempts=1000, base_s=0.05, factor=1.0, max_s=0.05, deadline_s=0.5)
+    broken.puts[BAD] = [Unavailable("injected")] * 1000
+    began = time.monotonic()
+    with pytest.raises(BatchFailed):
+        Store(broken, policy).put(values)
+    assert 0.3 < time.monotonic() - began < 5.0
+    assert 2 < broken.sent["put", BAD] < 30
+
+
+@pytest.mark.parametrize("fault", [NotFound("x"), Gone("x"), Mistake("x"), Denied("x")])
+def test_what_will_not_change_is_not_tried_again(
+    shaky: Store, broken: Faulty, values: dict[str, Any], fault: Exception
+) -> None:
+    """Missing, stale and refused are answers."""
+    refs = shaky.put(values)
+    broken.gets[BAD] = [fault]
+    found = shaky.get(refs, partial=True)
+    assert found.failures[BAD] is fault
+    assert sent(broken, "get") == {1: KEYS}
+    broken.puts[BAD] = [fault]
+    with pytest.raises(BatchFailed):
+        shaky.put(values)
+    assert broken.sent["put", BAD] == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_get_into_uses_the_same_buffer_again(
+    shaky: Store, broken: Faulty, damage: Callable[[memoryview], memoryview]
+) -> None:
+    """A retry writes where the first attempt wrote; nobody allocates anew."""
+    refs = shaky.put({key: torch.full((100,), index) for index, key in enumerate(KEYS)})
+    places: dict[str | Ref, torch.Tensor] = {ref: torch.full((100,), -1) for ref in refs.values()}
+    addresses = [place.data_ptr() for place in places.values()]
+    broken.gets[BAD] = [damage, damage]
+    shaky.get_into(places)
+    for index, place in enumerate(places.values()):
+        assert torch.equal(place, torch.full((100,), index))
+    assert [place.data_ptr() for place in places.values()] == addresses
+    assert broken.sent["get", BAD] == 3
+
+
+async def test_the_asynchronous_twins_send_again_only_what_failed(
+    shaky: Store, broken: Faulty, values: dict[str, Any]
+) -> None:
+    broken.puts[BAD] = [Unavailable("injected")]
+    refs = await shaky.aput(values)
+    broken.gets[BAD] = [flipped, Unavailable("injected")]
+    assert same(await shaky.aget(refs.values()), values)
+    assert sent(broken, "put") == {1: [key for key in KEYS if key != BAD], 2: [BAD]}
+    assert sent(broken, "get") == {1: [key for key in KEYS if key != BAD], 3: [BAD]}

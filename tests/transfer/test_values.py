@@ -1,0 +1,122 @@
+"""Values become bytes and come back the same; what cannot be carried is refused by name."""
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.errors import Corrupt, Mistake
+from holdfast.transfer.frame import make_head, open_head
+from holdfast.transfer.values import fits, pack, room, unpack
+from transfer.samples import SAMPLES, same
+
+
+def there_and_back(value: object) -> Any:
+    packed = pack("k", value)
+    payload = bytearray(b"".join(packed.parts))
+    head, _ = make_head(
+        packed.kind,
+        "k",
+        1,
+        packed.parts,
+        dtype=packed.dtype,
+        shape=packed.shape,
+        split=packed.split,
+    )
+    return unpack(open_head(head, "k", len(head) + len(payload)), memoryview(payload))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_there_and_back(name: str) -> None:
+    assert same(there_and_back(SAMPLES[name]), SAMPLES[name])
+
+
+@pytest.mark.parametrize(
+    "value", [bytearray(b"abc"), memoryview(b"abc"), memoryview(b"aXbXc")[::2]]
+)
+def test_everything_made_of_bytes_comes_back_as_bytes(value: object) -> None:
+    assert same(there_and_back(value), b"abc")
+
+
+def test_what_lies_contiguous_is_not_copied() -> None:
+    """Packing a tensor costs nothing: the payload is its memory."""
+    tensor = torch.zeros(1000)
+    (part,) = pack("k", tensor).parts
+    tensor[0] = 1.0
+    assert bytes(part[:4]) == np.float32(1.0).tobytes()
+
+
+def test_a_tensor_comes_back_without_gradients() -> None:
+    found = there_and_back(torch.ones(3, requires_grad=True))
+    assert not found.requires_grad
+    assert torch.equal(found, torch.ones(3))
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Odd(),
+        [Odd()],
+        {"a": {"b": Odd}},
+        {(1, 2): 3},
+        datetime.date(2000, 1, 1),
+        np.array(["text"]),
+        np.array([object()]),
+        torch.empty(3, device="meta"),
+        "\ud800",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_carried_is_refused(value: object) -> None:
+    """With the key in the message, and before anything is sent."""
+    with pytest.raises(Mistake, match="some key"):
+        pack("some key", value)
+
+
+def test_nesting_has_a_limit() -> None:
+    value: list[Any] = []
+    for _ in range(200):
+        value = [value]
+    with pytest.raises(Mistake, match="deeper"):
+        pack("k", value)
+
+
+def test_a_subclass_is_not_taken_for_its_base() -> None:
+    """An enumeration or a named tuple would come back as something else."""
+
+    class Text(str):
+        __slots__ = ()
+
+    with pytest.raises(Mistake):
+        pack("k", [Text("x")])
+
+
+def test_an_object_that_is_none_is_damage() -> None:
+    head, _ = make_head("object", "k", 1, (b"\xc1",))
+    with pytest.raises(Corrupt):
+        unpack(open_head(head, "k", len(head) + 1), memoryview(b"\xc1"))
+
+
+def test_a_destination_must_fit() -> None:
+    packed = pack("k", np.zeros((2, 3), np.float32))
+    raw, ref = make_head("array", "k", 1, packed.parts, dtype=packed.dtype, shape=packed.shape)
+    head = open_head(raw, "k", ref.nbytes)
+    good = np.zeros((2, 3), np.float32)
+    fits(head, good)
+    fits(head, torch.zeros(2, 3))
+    fits(head, bytearray(24))
+    assert len(room("k", good)) == 24
+    for bad in (np.zeros((3, 2), np.float32), np.zeros((2, 3), np.int32), bytearray(23)):
+        with pytest.raises(Mistake):
+            fits(head, bad)
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    for bad_room in (frozen, np.zeros((4, 4))[:, 1], memoryview(b"abc"), [1], b"abc"):
+        with pytest.raises(Mistake):
+            room("k", bad_room)

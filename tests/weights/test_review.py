@@ -1,0 +1,544 @@
+"""Schedules that once broke a promise: each test is one of them, and says which promise."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from holdfast.errors import Fenced, Mistake, Unavailable, UnknownOutcome
+from holdfast.ledger import Compare, LiveRuntime, Op, Put, Txn, absent
+from holdfast.ledger.memory import MemoryLedger
+from holdfast.ledger.records import decode
+from holdfast.weights import Publisher, Retention, Subscriber, Version, ledger_book, write_part
+from holdfast.weights.book import View
+from holdfast.weights.channel import Channel
+from holdfast.weights.local import LocalDisk
+from holdfast.weights.manifest import MAX_MANIFEST_BYTES
+from holdfast.weights.marker_book import MarkerBook
+from holdfast.weights.records import Consumer
+from holdfast.weights.sweep import Sweeper
+
+LIMIT_S = 20.0
+LAST_ONE = Retention(keep_last=1)
+
+
+def weights(number: int) -> dict[str, Any]:
+    return {"w": np.full(8, number)}
+
+
+async def read(root: Path, ledger: MemoryLedger | None, version: int) -> int:
+    """What a consumer finds under a number."""
+    async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
+        return int(pin.numpy("w")[0])
+
+
+class Flaky(MemoryLedger):
+    """A ledger that can be away: for everything, or only for whoever reads it as a whole."""
+
+    away = False
+    blind = False
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        if self.away:
+            raise Unavailable("no way to the ledger")
+        return await super()._txn(compare, then, otherwise)
+
+    async def _get(self, key: str) -> Any:
+        if self.away:
+            raise Unavailable("no way to the ledger")
+        return await super()._get(key)
+
+    async def _page(self, *args: Any) -> Any:
+        if self.away or self.blind:
+            raise Unavailable("no way to the ledger")
+        return await super()._page(*args)
+
+
+# ---- a number is published once -------------------------------------------------------
+
+
+class Unswept(Publisher):
+    """A publisher whose sweeps behind a commit find the ledger away."""
+
+    ledger: Flaky
+
+    async def _tidy(self, step: int) -> None:
+        self.ledger.blind = True
+        await super()._tidy(step)
+        self.ledger.blind = False
+
+
+@pytest.mark.parametrize("newer", [0, 1], ids=["the same number", "a newer number"])
+async def test_a_ticket_of_what_was_published_since_harms_nothing(
+    tmp_path: Path, newer: int
+) -> None:
+    """A version begun twice is published once, also when nobody swept the second draft."""
+    async with Flaky() as ledger, Unswept(tmp_path, ledger) as publisher:
+        publisher.ledger = ledger
+        late = await publisher.begin(5)
+        await write_part(LocalDisk(), late, 0, weights(1))
+        await publisher.publish(5 + newer, weights(2))
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(Mistake, match="begin"):
+                await publisher.finish(late, 1)
+        assert await read(tmp_path, ledger, 5 + newer) == 2
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+async def test_a_late_ticket_without_a_ledger(tmp_path: Path, newer: int) -> None:
+    """The same with marker files, where the folder is all there is."""
+
+    class Untidy(Publisher):
+        async def _tidy(self, step: int) -> None:
+            """As if the sweep had failed."""
+
+    async with Untidy(tmp_path, None) as publisher:
+        late = await publisher.begin(5)
+        await write_part(LocalDisk(), late, 0, weights(1))
+        await publisher.publish(5 + newer, weights(2))
+        with pytest.raises(Mistake, match="begin"):
+            await publisher.finish(late, 1)
+        assert await read(tmp_path, None, 5 + newer) == 2
+        assert newer == 0 or not (tmp_path / "policy/step_5").exists()
+
+
+# ---- what is acknowledged is kept -----------------------------------------------------
+
+
+class OneWay(MemoryLedger):
+    """A ledger that is reached, but whose answers to one consumer do not come back in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mute = False
+        self.joining = asyncio.Event()
+        self.told = asyncio.Event()
+
+    async def keep_alive(self, lease: int) -> float:
+        answer = await super().keep_alive(lease)
+        if self.mute:
+            raise UnknownOutcome("the answer was lost")
+        return answer
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        answer = None
+        if self.mute and any("/consumers/" in op.key for op in then):
+            if any(absent(one.key) == one and "/consumers/" in one.key for one in compare):
+                self.joining.set()
+                await self.told.wait()
+            else:
+                answer = await super()._txn(compare, then, otherwise)
+                await self.joining.wait()
+        return answer or await super()._txn(compare, then, otherwise)
+
+
+async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path: Path) -> None:
+    """An acknowledgement that comes through on the old seat is known on the new one too."""
+    async with (
+        asyncio.timeout(LIMIT_S),
+        OneWay() as ledger,
+        Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher,
+        Subscriber(tmp_path, ledger, consumer="r", needs="latest", lease_s=1.0) as subscriber,
+    ):
+        await publisher.publish(0, weights(0))
+        async with subscriber.pin() as pin:
+            ledger.mute = True
+            first = subscriber.seat_id
+            acknowledging = asyncio.create_task(subscriber.acknowledge(pin.number))
+            await ledger.joining.wait()
+            for _ in range(100):
+                await asyncio.sleep(0)
+            ledger.told.set()
+            await acknowledging
+            ledger.mute = False
+            while subscriber.seat_id == first:
+                await asyncio.sleep(0.01)
+        for step in (1, 2):
+            await publisher.publish(step, weights(step))
+        found = (await ledger.range(publisher._channel.keys.consumers)).entries
+        assert [decode(Consumer, entry).acknowledged for entry in found] == [0]
+        assert (tmp_path / "policy/step_0").exists()
+
+
+# ---- doubt ----------------------------------------------------------------------------
+
+
+class Doubtful(Flaky):
+    """Takes what is written under a key, and is away before it has answered."""
+
+    lose = ""
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        answer = await super()._txn(compare, then, otherwise)
+        if self.lose and any(op.key.endswith(self.lose) for op in then):
+            self.lose, self.away = "", True
+            raise UnknownOutcome("no answer")
+        return answer
+
+
+async def test_a_publisher_is_not_fenced_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doubt about taking over again, after doubt about a commit: nobody else was there."""
+    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.1)
+    async with Doubtful() as ledger, Publisher(tmp_path, ledger) as publisher:
+        ledger.lose = "/head"
+        with pytest.raises(UnknownOutcome):
+            await publisher.publish(0, weights(0))
+        ledger.away, ledger.lose = False, "/writer"
+        with pytest.raises((Unavailable, UnknownOutcome)):
+            await publisher.publish(0, weights(0))
+        ledger.away = False
+        found = await publisher.publish(0, weights(0))
+        assert isinstance(found, Version)
+        await publisher.publish(1, weights(1))
+
+
+class Expired(MemoryLedger):
+    """Takes a commit whose answer is lost; then the publisher's guard goes before it looks."""
+
+    armed = False
+    late: Any = None
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        if any(op.key.endswith("/head") for op in then):
+            if self.armed:
+                self.armed, send = False, super()._txn
+                self.late = lambda: send(compare, then, otherwise)
+                raise UnknownOutcome("no answer")
+            if self.late:
+                assert (await self.late()).succeeded
+                self.late = None
+                await super()._txn((), [Put("/guard", b"2")], ())
+        return await super()._txn(compare, then, otherwise)
+
+
+async def test_what_was_committed_keeps_its_marker(tmp_path: Path) -> None:
+    """A guard that ends right after a commit does not take the commit back."""
+    async with Expired() as ledger:
+        await ledger.txn((), [Put("/guard", b"1")], ())
+        guards = [Compare("/guard", "value", "==", b"1")]
+        async with Publisher(tmp_path, ledger, guards=guards) as publisher:
+            ledger.armed = True
+            assert isinstance(await publisher.publish(0, weights(0)), Version)
+        assert (tmp_path / "policy/step_0/STABLE").exists()
+
+
+# ---- marker files ---------------------------------------------------------------------
+
+
+class Overtaken(Publisher):
+    """A publisher that is replaced between its marker and its last look."""
+
+    async def _record(self, *args: Any) -> Version:
+        await self.meanwhile()
+        return await super()._record(*args)
+
+    async def meanwhile(self) -> None:
+        """What the others do."""
+
+
+async def test_a_version_that_was_seen_is_not_taken_back(tmp_path: Path) -> None:
+    """Without a ledger the marker is the commit: who has pinned it keeps it, and its number."""
+    async with contextlib.AsyncExitStack() as stack:
+        pins, others = [], []
+
+        async def meanwhile() -> None:
+            reader = Subscriber(tmp_path, None, consumer="reader", needs="latest")
+            await stack.enter_async_context(reader)
+            pins.append(await stack.enter_async_context(reader.pin()))
+            others.append(await stack.enter_async_context(Publisher(tmp_path, None)))
+
+        publisher = await stack.enter_async_context(Overtaken(tmp_path, None))
+        publisher.meanwhile = meanwhile  # type: ignore[method-assign]
+        with pytest.raises(Fenced):
+            await publisher.publish(0, weights(0))
+        await others[0].sweep()
+        assert (tmp_path / "policy/step_0").exists(), "it was deleted under a live pin"
+        with pytest.raises(Mistake, match="never used twice"):
+            await others[0].publish(0, weights(7))
+        assert int(pins[0].numpy("w")[0]) == 0
+        assert await pins[0].stage()
+
+
+@pytest.mark.parametrize("what", ["huge", "link", "pipe", "folder", "no marker"])
+async def test_one_odd_folder_does_not_stop_a_channel(tmp_path: Path, what: str) -> None:
+    """Whatever lies in one version's folder, the others are published and loaded."""
+    async with Publisher(tmp_path, None) as publisher:
+        await publisher.publish(1, weights(1))
+        odd = tmp_path / "policy/step_0"
+        odd.mkdir()
+        (odd / "STABLE").touch()
+        match what:
+            case "huge":
+                with (odd / "holdfast.json").open("wb") as file:
+                    file.truncate(MAX_MANIFEST_BYTES + 1)
+            case "link":
+                (odd / "holdfast.json").symlink_to("/etc/hostname")
+            case "pipe":
+                os.mkfifo(odd / "holdfast.json")
+            case "folder":
+                (odd / "holdfast.json").mkdir()
+            case "no marker":
+                (odd / "STABLE").unlink()
+                (odd / "STABLE").symlink_to("/nowhere")
+        await publisher.publish(2, weights(2))
+        async with Publisher(tmp_path, None) as second:
+            await second.publish(3, weights(3))
+        assert await read(tmp_path, None, 3) == 3
+
+
+# ---- sweeping -------------------------------------------------------------------------
+
+
+async def test_what_cannot_be_removed_does_not_stop_publishing(tmp_path: Path) -> None:
+    """A leftover of another user is told of, counted, and tried again; publishing goes on."""
+    root = tmp_path / "root"
+    async with MemoryLedger() as ledger, Publisher(root, ledger, retention=LAST_ONE) as publisher:
+        await publisher.publish(0, weights(0))
+        deep = root / "policy/.holdfast/trash/1-poison"
+        for _ in range(40):
+            deep /= "x"
+        deep.mkdir(parents=True)
+        draft = root / "policy/.holdfast/drafts/e0-0-ab"
+        draft.mkdir()
+        for step in (1, 2, 3):
+            await publisher.publish(step, weights(step))
+        assert sorted(one.name for one in root.glob("policy/step_*")) == ["step_3"]
+        assert not draft.exists()
+        async with Publisher(root, ledger) as second:
+            await second.publish(4, weights(4))
+
+
+async def test_a_parent_that_is_damaged_is_no_obstacle(tmp_path: Path) -> None:
+    """Files that cannot be shared are written."""
+    async with MemoryLedger() as ledger, Publisher(tmp_path, ledger) as publisher:
+        await publisher.publish(0, weights(0))
+        (shard,) = (tmp_path / "policy/step_0").glob("*.safetensors")
+        shard.unlink()
+        shard.symlink_to("/nowhere")
+        await publisher.publish(1, weights(0))
+        assert await read(tmp_path, ledger, 1) == 0
+
+
+async def test_the_parts_of_many_tensors_are_joined_quickly(tmp_path: Path) -> None:
+    """The time grows with the number of tensors, not with its square."""
+    count = 30_000
+    async with MemoryLedger() as ledger, Publisher(tmp_path, ledger) as publisher:
+        ticket = await publisher.begin(0)
+        nothing = np.zeros(0)
+        names = {
+            f"model.layers.{n // 256}.experts.{n % 256}.weight": nothing for n in range(count)
+        }
+        await write_part(LocalDisk(), ticket, 0, names)
+        async with asyncio.timeout(10):
+            await publisher.finish(ticket, 1)
+
+
+# ---- one folder, one book -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["an empty ledger", "another run", "marker files", "a ledger"])
+async def test_a_publisher_with_the_wrong_book_touches_nothing(tmp_path: Path, other: str) -> None:
+    """To a book that knows nothing everything belongs to nobody: it must not be swept by it."""
+    async with MemoryLedger() as right, MemoryLedger() as empty:
+        first = None if other == "a ledger" else right
+        second = {"another run": right, "marker files": None}.get(other, empty)
+        run = "other" if other == "another run" else "default"
+        async with (
+            Publisher(tmp_path, first) as publisher,
+            Subscriber(tmp_path, first, consumer="alive") as subscriber,
+        ):
+            await publisher.publish(0, weights(0))
+            async with subscriber.pin() as pin:
+                staged = Path(await pin.stage())
+                for _ in range(2):
+                    with pytest.raises(Mistake, match=r"book|knows nothing"):
+                        await Publisher(tmp_path, second, run=run).open()
+                assert list(staged.iterdir())
+            await publisher.publish(1, weights(1))
+            assert await read(tmp_path, first, 0) == 0
+
+
+# ---- damage ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
+async def test_the_newest_that_is_not_damaged_is_never_swept(
+    tmp_path: Path, kept_with: str
+) -> None:
+    """When newer ones are marked, the newest without a mark is what there is to load."""
+    async with MemoryLedger() as memory:
+        ledger = memory if kept_with == "ledger" else None
+        async with Publisher(tmp_path, ledger, retention=Retention(keep_last=2)) as publisher:
+            for step in range(3):
+                await publisher.publish(step, weights(step))
+            await publisher._book.mark(2, "a byte was changed by hand")
+        async with Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher:
+            await publisher.sweep()
+            async with (
+                Subscriber(tmp_path, ledger, consumer="late") as subscriber,
+                subscriber.pin() as pin,
+            ):
+                assert pin.number == 1
+            await publisher.publish(3, weights(3))
+        assert sorted(one.name for one in tmp_path.glob("policy/step_*")) == ["step_3"]
+
+
+async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
+    """A sweep that has decided before the newest version was marked gives nothing up."""
+    async with (
+        MemoryLedger() as ledger,
+        Publisher(tmp_path, ledger, retention=Retention(keep_last=2)) as publisher,
+    ):
+        for step in range(2):
+            await publisher.publish(step, weights(step))
+        book = publisher._book
+        view = await book.view()
+        await book.mark(1, "a byte was changed by hand")
+        assert not await book.forget(view, 0)
+        assert await read(tmp_path, ledger, 0) == 0
+
+
+# ---- those who are not asked any more -------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["publish", "begin", "sweep"])
+@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
+async def test_a_replaced_publisher_sweeps_nothing(
+    tmp_path: Path, what: str, kept_with: str
+) -> None:
+    """What is kept is the policy of whoever publishes now, not of somebody who was replaced."""
+    async with MemoryLedger() as memory:
+        ledger = memory if kept_with == "ledger" else None
+        async with (
+            Publisher(tmp_path, ledger, retention=LAST_ONE) as old,
+            Publisher(tmp_path, ledger, retention=Retention(keep_last=3)) as new,
+        ):
+            for step in range(3):
+                await new.publish(step, weights(step))
+            with pytest.raises(Fenced):
+                match what:
+                    case "publish":
+                        await old.publish(9, weights(9))
+                    case "begin":
+                        await old.begin(9)
+                    case "sweep":
+                        await old.sweep()
+            for step in range(3):
+                assert await read(tmp_path, ledger, step) == step
+
+
+# ---- trainers that are not ours -------------------------------------------------------
+
+
+def foreign(root: Path, number: int) -> None:
+    """What another trainer writes."""
+    folder = root / f"policy/step_{number}"
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(weights(number), folder / "model.safetensors")
+    (folder / "STABLE").touch()
+
+
+class Rewritten(MarkerBook):
+    """A book that is read just when the trainer writes its newest version once more."""
+
+    root: Path
+    number = 0
+
+    async def view(self) -> View:
+        marker = self.root / f"policy/step_{self.number}/STABLE"
+        if not self.number or not marker.exists():
+            return await super().view()
+        marker.unlink()
+        found = await super().view()
+        foreign(self.root, self.number)
+        self.number = 0
+        return found
+
+
+async def test_a_version_that_is_written_again_is_not_missed(tmp_path: Path) -> None:
+    """Whoever looked while it was not there looks again, though its number is the same."""
+    foreign(tmp_path, 5)
+    subscriber = Subscriber(tmp_path, None)
+    book = Rewritten(LiveRuntime(MemoryLedger()), LocalDisk(), subscriber.channel.layout, "reader")
+    book.root = tmp_path
+    subscriber._book = book
+    async with subscriber:
+        foreign(tmp_path, 6)
+        book.number = 6
+        assert (await subscriber.wait_newer(5, LIMIT_S)).version == 6
+        assert not book.number
+
+
+async def test_a_folder_that_another_trainer_has_just_made_stays(tmp_path: Path) -> None:
+    """Nobody knows whose an empty folder is."""
+    foreign(tmp_path, 1)
+    channel = Channel(tmp_path, None, "policy")
+    await channel.make()
+    for number in (0, 2):
+        (tmp_path / f"policy/step_{number}").mkdir()
+    await Sweeper(channel, channel.book("anybody"), LAST_ONE).sweep()
+    assert len(list(tmp_path.glob("policy/step_*"))) == 3
+
+
+async def test_names_that_mean_nothing_are_no_numbers(tmp_path: Path) -> None:
+    """Whatever lies in the trash, there is a next version."""
+    async with MemoryLedger() as ledger, Publisher(tmp_path, ledger) as publisher:
+        for name in ("5abc", "\N{SUPERSCRIPT TWO}-x", "7-ab"):
+            (tmp_path / "policy/.holdfast/trash" / name).mkdir()
+        assert await publisher.next_version() == 8
+
+
+# ---- cancelled ------------------------------------------------------------------------
+
+
+class Slow(MemoryLedger):
+    """Takes what a consumer writes, and answers when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holding = False
+        self.taken = asyncio.Event()
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        answer = await super()._txn(compare, then, otherwise)
+        if self.holding and any("/consumers/" in op.key for op in then):
+            self.holding = False
+            self.taken.set()
+            await asyncio.Event().wait()
+        return answer
+
+
+async def test_a_pin_that_was_cancelled_holds_nothing(tmp_path: Path) -> None:
+    """Whoever gives up while it pins does not keep the version for as long as it lives."""
+    async with (
+        Slow() as ledger,
+        Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher,
+        Subscriber(tmp_path, ledger, needs="latest") as subscriber,
+    ):
+        await publisher.publish(0, weights(0))
+        ledger.holding = True
+        pinning = asyncio.create_task(subscriber.pin().__aenter__())
+        await ledger.taken.wait()
+        pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        await publisher.publish(1, weights(1))
+        assert sorted(one.name for one in tmp_path.glob("policy/step_*")) == ["step_1"]
