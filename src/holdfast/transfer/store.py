@@ -62,6 +62,7 @@ Wanted = str | Ref
 DEFAULT_POLICY = Policy(attempts=8, base_s=0.05, factor=2.0, max_s=2.0, deadline_s=30.0)
 
 _SALT_BITS = 10
+_LARGE = 1 << 20
 
 
 def status(outcome: object) -> Status:
@@ -421,9 +422,18 @@ def _read(wanted: Wanted, frame: memoryview, keep: bool) -> Any:
     head = open_head(frame, wanted)
     payload = frame[head.nbytes :]
     if not keep:
-        payload = memoryview(bytearray(payload))
+        payload = _copied(payload)
     prove(head, (payload,), wanted)
     return unpack(head, payload)
+
+
+def _copied(payload: memoryview) -> memoryview:
+    """A copy that belongs to whoever asked. numpy takes large memory in large pages."""
+    if len(payload) < _LARGE:
+        return memoryview(bytearray(payload))
+    memory = np.empty(len(payload), np.uint8)
+    memory[:] = payload
+    return memory.data
 
 
 def _fill(wanted: Wanted, frame: memoryview, place: object, memory: memoryview) -> None:

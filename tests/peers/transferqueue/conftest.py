@@ -11,6 +11,7 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("transfer_queue") else ["*.py"]
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+os.environ["TQ_NUM_THREADS"] = "1"
 # How long TransferQueue lets its controller think about a publication.
 os.environ["TQ_DATA_UPDATE_RESPONSE_TIMEOUT"] = "10"
 

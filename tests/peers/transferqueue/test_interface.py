@@ -174,7 +174,7 @@ async def test_asynchronous(place: Place) -> None:
 
     async def one(number: int) -> float:
         await tq.async_kv_put(
-            key=f"k{number}", partition_id=part, fields={"x": torch.tensor([number])}
+            key=f"k{number}", partition_id=part, fields={"x": torch.tensor([float(number)])}
         )
         data = await tq.async_kv_batch_get(keys=f"k{number}", partition_id=part)
         return numbers(data)[0]
@@ -213,14 +213,17 @@ def test_other_processes(place: Place) -> None:
 
     def produce(number: int) -> None:
         import torch
-        import transfer_queue
+        import transfer_queue  # type: ignore[import-not-found]
 
         transfer_queue.init()
         transfer_queue.kv_put(
             key=f"k{number}", partition_id=part, fields={"x": torch.tensor([float(number)])}
         )
 
-    ray.get([ray.remote(num_cpus=0)(produce).remote(number) for number in range(3)], timeout=120)
+    ray.get(
+        [ray.remote(num_cpus=0, max_calls=1)(produce).remote(number) for number in range(3)],
+        timeout=120,
+    )
     assert numbers(tq.kv_batch_get(["k0", "k1", "k2"], part)) == [0, 1, 2]
     tq.kv_clear(keys=["k0", "k1", "k2"], partition_id=part)
 

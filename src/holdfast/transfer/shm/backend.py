@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import Gone, Mistake, Unavailable
-from holdfast.transfer.backend import Backend, Frame, Stat, Stored
+from holdfast.transfer.backend import Backend, Bytes, Frame, Stat, Stored
 from holdfast.transfer.frame import Ref
 from holdfast.transfer.shm import burial
 from holdfast.transfer.shm.index import Group
@@ -63,6 +63,24 @@ class ShmBackend(Backend):
         for batch, positions, which in found:
             _slices(answer, which, batch.segment.view, _spans(batch, positions))
         return dict(zip(wanted, answer, strict=True))
+
+    def get_rows(self, wanted: Mapping[str, Ref | str]) -> Bytes | None:
+        """All frames as the rows of one matrix, if they lie in batches of frames like them."""
+        found, answer = self._find(wanted)
+        if any(answer) or not found:
+            return None
+        size = int(found[0][0].sizes[0])
+        rows = np.empty((len(wanted), size), np.uint8)
+        for batch, positions, which in found:
+            if (batch.sizes != size).any():
+                return None
+            begin, end = int(batch.starts[0]), int(batch.starts[-1])
+            there = batch.segment.memory[begin:end].reshape(batch.count, -1)[:, :size]
+            if len(which) == len(rows) == batch.count and _in_order(which, positions):
+                rows[:] = there
+            else:
+                rows[which] = there[positions]
+        return rows
 
     def _find(self, wanted: Mapping[str, Ref | str]) -> tuple[list[Found], list[Any]]:
         """Values of the right generations; and an answer with the errors filled in."""
@@ -199,6 +217,11 @@ class ShmBackend(Backend):
         if self._session is not None:
             self._session.close()
             self._session = None
+
+
+def _in_order(which: Ints, positions: Ints) -> bool:
+    everything = np.arange(len(which))
+    return bool((which == everything).all() and (positions == everything).all())
 
 
 def _keys(batch: Batch, positions: Ints) -> Iterable[str]:

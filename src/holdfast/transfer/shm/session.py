@@ -9,12 +9,12 @@ import threading
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast import faults
 from holdfast.errors import NoRoom, NotFound, TooLarge
-from holdfast.transfer.backend import Frame
+from holdfast.transfer.backend import Bytes, Frame
 from holdfast.transfer.frame import ALIGN
+from holdfast.transfer.rows import RowFrames
 from holdfast.transfer.shm import burial
 from holdfast.transfer.shm.catalog import Catalog
 from holdfast.transfer.shm.folder import open_folder
@@ -88,8 +88,8 @@ class Session:
     def put(self, frames: Mapping[str, Frame]) -> dict[str, Exception | None]:
         """Store frames, in as many batches as it takes."""
         answer: dict[str, Exception | None] = dict.fromkeys(frames)
-        keys, items = list(frames), list(frames.values())
-        sizes = np.fromiter((one.ref.nbytes for one in items), np.int64, len(items))
+        items = RowItems(frames) if isinstance(frames, RowFrames) else FrameItems(frames)
+        keys, sizes = list(frames), items.sizes
         each = costs(keys, sizes, True)
         ends = np.cumsum(each)
         at, refusals, too_much = 0, 0, 1 << 62
@@ -119,7 +119,7 @@ class Session:
         return answer
 
     def _put_some(
-        self, keys: list[str], items: list[Frame], sizes: Ints, ends: Ints, at: int
+        self, keys: list[str], items: "FrameItems | RowItems", sizes: Ints, ends: Ints, at: int
     ) -> int:
         """Put as many values, from the one at `at` on, as one segment has room for."""
         before = int(ends[at - 1]) if at else 0
@@ -128,15 +128,15 @@ class Session:
             segment = self.room.find(OVERHEAD + int(ends[at]) - before)
             limit = before + segment.free() - OVERHEAD
             to = min(int(np.searchsorted(ends, limit, side="right")), at + MAX_BATCH)
-            some, names, lengths = items[at:to], keys[at:to], sizes[at:to]
-            generations = np.fromiter((one.ref.generation for one in some), np.int64, to - at)
+            names, lengths = keys[at:to], sizes[at:to]
+            generations = items.generations[at:to]
             generation, stamp = int(generations[0]), self.writer.stamp()
             versions = None
             if (generations != generation).any():
                 generation, versions = 0, (generations, np.full(to - at, stamp))
             directory = make_directory(names, lengths, versions)
             draft = Draft(segment, names, lengths, directory, generation, stamp, versions)
-        self.writer.fill(draft, lambda memory, starts: copy_in(memory, starts, some))
+        self.writer.fill(draft, lambda memory, starts: items.copy_in(memory, starts, at, to))
         with self.mutex:
             self.writer.commit(draft)
         return to
@@ -148,7 +148,34 @@ class Session:
             self.locks.abandon()
 
 
-def copy_in(memory: npt.NDArray[np.uint8], starts: Ints, frames: list[Frame]) -> None:
+class FrameItems:
+    """Frames that lie anywhere."""
+
+    def __init__(self, frames: Mapping[str, Frame]) -> None:
+        self._frames = list(frames.values())
+        refs = [one.ref for one in self._frames]
+        self.sizes: Ints = np.fromiter((ref.nbytes for ref in refs), np.int64, len(refs))
+        self.generations: Ints = np.fromiter((ref.generation for ref in refs), np.int64, len(refs))
+
+    def copy_in(self, memory: Bytes, starts: Ints, at: int, to: int) -> None:
+        """Copy some of them to where they belong."""
+        copy_in(memory, starts, self._frames[at:to])
+
+
+class RowItems:
+    """Frames that are the rows of a matrix, one behind the other as they are to lie."""
+
+    def __init__(self, frames: RowFrames) -> None:
+        self._block = frames.block
+        self.sizes: Ints = np.full(len(frames), frames.size, np.int64)
+        self.generations: Ints = np.full(len(frames), frames.generation, np.int64)
+
+    def copy_in(self, memory: Bytes, starts: Ints, at: int, to: int) -> None:
+        """Copy some of them to where they belong."""
+        memory[starts[0] : starts[-1]].reshape(to - at, -1)[:] = self._block[at:to]
+
+
+def copy_in(memory: Bytes, starts: Ints, frames: list[Frame]) -> None:
     """Copy frames to where they belong."""
     places = starts.tolist()
     if places[-1] - places[0] <= SMALL * len(frames):
@@ -162,7 +189,7 @@ def copy_in(memory: npt.NDArray[np.uint8], starts: Ints, frames: list[Frame]) ->
             at += len(data)
 
 
-def _join_in(memory: npt.NDArray[np.uint8], places: list[int], frames: list[Frame]) -> None:
+def _join_in(memory: Bytes, places: list[int], frames: list[Frame]) -> None:
     """Copy many small frames, some at a time as one piece."""
     parts: list[bytes | bytearray | memoryview] = []
     begin = places[0]

@@ -35,11 +35,18 @@ except ImportError as _error:
 
 from holdfast.transfer.transferqueue.bootstrap import register
 from holdfast.transfer.transferqueue.client import HoldfastStorageClient
-from holdfast.transfer.transferqueue.manager import HoldfastStorageManager
+from holdfast.transfer.transferqueue.manager import HoldfastStorageManager, NotPublished
 from holdfast.transfer.transferqueue.settings import BACKEND, Settings
 
 del _transfer_queue
 
-__all__ = ["BACKEND", "HoldfastStorageClient", "HoldfastStorageManager", "Settings", "register"]
+__all__ = [
+    "BACKEND",
+    "HoldfastStorageClient",
+    "HoldfastStorageManager",
+    "NotPublished",
+    "Settings",
+    "register",
+]
 
 register()

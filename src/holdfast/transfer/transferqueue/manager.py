@@ -25,14 +25,14 @@ from transfer_queue.utils.zmq_utils import (  # type: ignore[import-not-found]
     ZMQRequestType,
 )
 
-from holdfast.errors import Gone, HoldfastError, Unavailable, UnknownOutcome
+from holdfast.errors import HoldfastError, Mistake, Unavailable, UnknownOutcome
 from holdfast.transfer.transferqueue import checkpoint
 from holdfast.transfer.transferqueue.client import HoldfastStorageClient
 from holdfast.transfer.transferqueue.guards import check_missing, while_alive
 from holdfast.transfer.transferqueue.settings import Settings
 from holdfast.transfer.transferqueue.tokens import from_token
 
-__all__ = ["CLIENT", "HoldfastStorageManager", "own"]
+__all__ = ["CLIENT", "HoldfastStorageManager", "NotPublished", "own"]
 
 CLIENT = "HoldfastStorageClient"
 
@@ -43,6 +43,10 @@ _own_runs: set[str] = set()
 def own(run: str) -> None:
     """Note that this process has started the run."""
     _own_runs.add(run)
+
+
+class NotPublished(Mistake):
+    """The controller has refused to publish a put. Nothing of it is left."""
 
 
 class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
@@ -71,7 +75,7 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
         before = [dict(tokens) for tokens in kept]
         try:
             await super().put_data(data, metadata, data_parser)
-        except Gone:  # the controller has refused: nobody will ever ask for the new ones
+        except NotPublished:  # nobody will ever ask for the new ones
             new, kept[:] = [dict(tokens) for tokens in kept], before
             await self._forget(data, metadata, new)
             raise
@@ -118,9 +122,10 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
                     f"has published them ({error!r} within {limit_s:g} s)"
                 ) from error
         if not body.get("success"):
-            raise Gone(
-                f"the controller did not publish the values: partition {body.get('partition_id')} "
-                "has been cleared, or its log says why"
+            raise NotPublished(
+                "TransferQueue's controller has not published the values: partition "
+                f"{body.get('partition_id')} was cleared, or a field has another dtype than "
+                "before. Its log says more"
             )
 
     # Get and clear

@@ -1,0 +1,329 @@
+"""Faults of the store under a running TransferQueue: each is an error that names the keys."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import torch
+
+from holdfast.errors import BatchFailed, HoldfastError, Mistake, NoRoom, UnknownOutcome
+from peers.transferqueue import system
+from peers.transferqueue.system import (
+    NonTensorStack,
+    Place,
+    TensorDict,
+    flipped,
+    fresh,
+    interface,
+    numbers,
+    ray,
+    reasons,
+    rows,
+    running,
+    tq,
+)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+
+
+def two(part: str) -> bytes:
+    """Put the keys a and b, and return the bytes of b."""
+    payload = os.urandom(256)
+    column = torch.stack(
+        [torch.zeros(256), torch.frombuffer(bytearray(payload), dtype=torch.uint8)]
+    )
+    fields = TensorDict({"x": column.to(torch.uint8)}, batch_size=2)
+    tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=fields)
+    return payload
+
+
+def index(part: str, key: str) -> int:
+    """TransferQueue's own number of a key."""
+    (found,) = tq.get_client().kv_retrieve_meta(keys=[key], partition_id=part).global_indexes
+    assert isinstance(found, int)
+    return found
+
+
+def test_a_missing_key_is_named(place: Place) -> None:
+    """A key that does not exist fails the batch by name; clearing it is no error."""
+    part = fresh("missing")
+    two(part)
+    with pytest.raises(BatchFailed, match="nobody") as caught:
+        tq.kv_batch_get(keys=["a", "nobody", "b"], partition_id=part)
+    assert reasons(caught.value) == {"nobody": "missing"}
+    tq.kv_clear(keys=["a", "nobody", "b"], partition_id=part)
+    assert place.names() == []
+
+
+def test_a_value_deleted_behind_its_back(place: Place) -> None:
+    """A value that the store has lost is named, and the others arrive with the error."""
+    part = fresh("lost")
+    two(part)
+    number = index(part, "b")
+    place.delete(f"/{number}@x/")
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+    assert reasons(caught.value) == {f"{number}@x": "stale"}
+    assert len(caught.value.values) == 1
+    tq.kv_clear(keys=["a", "b"], partition_id=part)
+
+
+def test_a_flipped_bit(place: Place) -> None:
+    """A value with one other bit is damaged, not a value."""
+    part = fresh("flip")
+    payload = two(part)
+    number = index(part, "b")
+    place.change(payload, flipped(payload))
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+    assert reasons(caught.value) == {f"{number}@x": "corrupt"}
+    tq.kv_clear(keys=["a", "b"], partition_id=part)
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, -1], ids=lambda left: f"to-{left}")
+def test_a_cut_value(place: Place, left: int) -> None:
+    """A value that is shorter than it was is damaged; one of no bytes is not None."""
+    if place.server is None:
+        pytest.skip("shared memory has no short reads")
+    part = fresh("cut")
+    payload = two(part)
+    number = index(part, "b")
+    place.change(payload, lambda data: data[:left])
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+    assert set(reasons(caught.value)) == {f"{number}@x"}
+    assert set(reasons(caught.value).values()) <= {"corrupt", "stale"}
+    tq.kv_clear(keys=["a", "b"], partition_id=part)
+
+
+def test_metadata_of_a_cleared_partition(place: Place) -> None:
+    """Old metadata is stale, although its indices belong to other samples now; it harms none."""
+    old, new, client = fresh("old"), fresh("new"), tq.get_client()
+    tq.kv_batch_put(keys=["a", "b"], partition_id=old, fields=rows(1, 2))
+    stale = client.kv_retrieve_meta(keys=["a", "b"], partition_id=old)
+    client.clear_partition(old)
+    tq.kv_batch_put(keys=["c", "d"], partition_id=new, fields=rows(3, 4))
+    fresher = client.kv_retrieve_meta(keys=["c", "d"], partition_id=new)
+    assert fresher.global_indexes == stale.global_indexes, "the case does not arise any more"
+
+    with pytest.raises(BatchFailed) as caught:
+        client.get_data(stale)
+    assert set(reasons(caught.value).values()) == {"stale"}
+    client.clear_samples(stale)
+    before = place.names()
+    with pytest.raises(Mistake, match=f"partition {old} was cleared"):
+        client.put(rows(5, 6), metadata=stale)
+    assert place.names() == before, "a refused put has left values"
+    assert numbers(tq.kv_batch_get(keys=["c", "d"], partition_id=new)) == [3, 4]
+    client.clear_partition(new)
+
+
+def test_replaced_values(place: Place) -> None:
+    """Metadata from before an update does not silently mean the new value."""
+    part, client = fresh("replaced"), tq.get_client()
+    tq.kv_put(key="a", partition_id=part, fields={"x": torch.ones(2)})
+    stale = client.kv_retrieve_meta(keys=["a"], partition_id=part)
+    tq.kv_put(key="a", partition_id=part, fields={"x": torch.zeros(2)})
+    with pytest.raises(BatchFailed) as caught:
+        client.get_data(stale)
+    assert set(reasons(caught.value).values()) == {"stale"}
+    tq.kv_clear(keys="a", partition_id=part)
+    assert place.names() == []
+
+
+def test_what_was_never_put(place: Place) -> None:
+    """Metadata of samples that have no values yet gives an error, not fewer rows."""
+    part, client = fresh("never"), tq.get_client()
+    meta = client.get_meta(["x"], 2, part, mode="insert")
+    with pytest.raises(BatchFailed) as caught:
+        client.get_data(meta)
+    assert set(reasons(caught.value).values()) == {"missing"}
+    client.put(rows(1, 2), metadata=meta)
+    assert numbers(client.get_data(meta)) == [1, 2]
+    client.clear_partition(part)
+
+
+class Unknown:
+    """Something that cannot be carried."""
+
+
+@pytest.mark.parametrize("value", [Unknown(), [Unknown()], torch.float32, print])
+def test_what_cannot_be_carried(place: Place, value: Any) -> None:
+    """An object without an encoding is refused, by key and type, and nothing is published."""
+    part = fresh("objects")
+    stack = NonTensorStack("fine", value)
+    with pytest.raises(
+        Mistake,
+        match=rf"\d+@o/.*{type(value if not isinstance(value, list) else value[0]).__name__}",
+    ):
+        tq.kv_batch_put(
+            keys=["a", "b"], partition_id=part, fields=TensorDict({"o": stack}, batch_size=2)
+        )
+    assert place.names() == []
+    with pytest.raises(ValueError, match="not ready|not found"):
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part, select_fields="o")
+    tq.kv_clear(keys=["a", "b"], partition_id=part)
+
+
+def test_another_dtype(place: Place) -> None:
+    """A put that the controller refuses fails, and leaves nothing behind."""
+    part = fresh("dtype")
+    tq.kv_put(key="a", partition_id=part, fields={"x": torch.ones(2)})
+    with pytest.raises(Mistake, match="another dtype"):
+        tq.kv_put(key="b", partition_id=part, fields={"x": torch.ones(2, dtype=torch.int64)})
+    assert len(place.names()) == 1
+    assert numbers(tq.kv_batch_get(keys="a", partition_id=part)) == [1]
+    tq.get_client().clear_partition(part)
+
+
+def commands(place: Place) -> int:
+    """How many reads of values the server has done."""
+    assert place.server is not None
+    with redis.Redis(place.server.host, place.server.port) as raw:
+        found: Any = raw.info("commandstats")
+    reads = ("cmdstat_get", "cmdstat_mget", "cmdstat_getrange", "cmdstat_hmget", "cmdstat_type")
+    return sum(found.get(name, {}).get("calls", 0) for name in reads)
+
+
+def test_permanent_errors_are_not_tried_again(place: Place) -> None:
+    """What is gone is asked for once; what is damaged is asked for again, alone."""
+    if place.server is None:
+        pytest.skip("only a server counts its commands")
+    part = fresh("once")
+    payload = two(part)
+
+    def reads() -> int:
+        before = commands(place)
+        try:
+            tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+        except HoldfastError:
+            pass
+        return commands(place) - before
+
+    usual = reads()
+    number = index(part, "b")
+    place.change(payload, flipped(payload))
+    before = commands(place)
+    with pytest.raises(BatchFailed):
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+    assert commands(place) - before > usual, "a damaged answer is worth another try"
+    place.delete(f"/{number}@x/")
+    assert reads() == usual
+    tq.kv_clear(keys=["a", "b"], partition_id=part)
+
+
+def test_the_store_is_killed(place: Place) -> None:
+    """With the store dead, get and put fail by name; once it is back, both work as before."""
+    if place.server is None:
+        pytest.skip("shared memory has no server")
+    part = fresh("killed")
+    tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=rows(1, 2))
+    place.server.kill()
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_get(keys=["a", "b"], partition_id=part)
+    assert list(reasons(caught.value).values()) == ["failed", "failed"]
+    with pytest.raises(BatchFailed):
+        tq.kv_put(key="c", partition_id=part, fields={"x": torch.ones(2)})
+    place.server.restart()
+    assert numbers(tq.kv_batch_get(keys=["a", "b"], partition_id=part)) == [1, 2]
+    with pytest.raises(ValueError, match="not ready|not found"):
+        tq.kv_batch_get(keys="c", partition_id=part, select_fields="x")
+    tq.kv_put(key="c", partition_id=part, fields={"x": torch.ones(2)})
+    assert numbers(tq.kv_batch_get(keys=["a", "c"], partition_id=part)) == [1, 1]
+    tq.get_client().clear_partition(part)
+
+
+def test_the_store_is_away_for_a_moment(place: Place) -> None:
+    """A store that comes back in time is a delay, not an error."""
+    if place.server is None:
+        pytest.skip("shared memory has no server")
+    part = fresh("away")
+    tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=rows(1, 2))
+    place.server.pause()
+    back = threading.Timer(0.5, place.server.resume)
+    back.start()
+    assert numbers(tq.kv_batch_get(keys=["a", "b"], partition_id=part)) == [1, 2]
+    back.join()
+    tq.get_client().clear_partition(part)
+
+
+def test_a_killed_producer(place: Place) -> None:
+    """What a worker has put outlives it, however it dies."""
+    part = fresh("dies")
+
+    def produce() -> None:
+        import os
+        import signal
+
+        import torch
+        import transfer_queue  # type: ignore[import-not-found]
+
+        transfer_queue.init()
+        transfer_queue.kv_put(key="a", partition_id=part, fields={"x": torch.ones(1000)})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(produce)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(task.remote(), timeout=120)
+    assert numbers(tq.kv_batch_get(keys="a", partition_id=part)) == [1]
+    tq.get_client().clear_partition(part)
+
+
+@pytest.mark.xfail(strict=True, reason="BatchFailed cannot be pickled, so Ray loses its class")
+def test_errors_cross_processes(place: Place) -> None:
+    """An error in a Ray worker arrives as what it is, with its keys."""
+    part = fresh("crossing")
+    two(part)
+
+    def consume() -> None:
+        import transfer_queue
+
+        transfer_queue.init()
+        transfer_queue.kv_batch_get(keys=["a", "nobody"], partition_id=part)
+
+    try:
+        with pytest.raises(BatchFailed) as caught:
+            ray.get(ray.remote(num_cpus=0, max_calls=1)(consume).remote(), timeout=120)
+        assert "nobody" in caught.value.failures
+    finally:
+        tq.get_client().clear_partition(part)
+
+
+@pytest.fixture
+def small(cluster: None, tmp_path: Path) -> Iterator[Place]:
+    """A system of its own, with little room."""
+    with system.place("shm", tmp_path, budget="32M") as found, running(found.url):
+        yield found
+
+
+def test_no_room(small: Place) -> None:
+    """A put that does not fit fails as a whole, and what was there stays whole."""
+    tq.kv_put(key="a", partition_id="p", fields={"x": torch.ones(1000)})
+    big = TensorDict({"x": torch.zeros(4, 4 << 20)}, batch_size=4)  # 64 MiB
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_put(keys=list("bcde"), partition_id="p", fields=big)
+    assert any(isinstance(why, NoRoom) for why in caught.value.failures.values())
+    assert len(small.names()) == 1
+    assert numbers(tq.kv_batch_get(keys="a", partition_id="p")) == [1]
+    tq.kv_put(key="f", partition_id="p", fields={"x": torch.ones(1 << 20)})
+    assert numbers(tq.kv_batch_get(keys="f", partition_id="p")) == [1]
+
+
+def test_the_controller_is_dead(small: Place) -> None:
+    """With TransferQueue's controller dead, nothing hangs and no put claims to be published."""
+    client = tq.get_client()
+    tq.kv_put(key="a", partition_id="p", fields={"x": torch.ones(2)})
+    known = client.kv_retrieve_meta(keys=["a"], partition_id="p")
+    meta = client.get_meta(["x"], 2, "p", mode="insert")
+    ray.kill(interface._TQ_CONTROLLER)
+    assert numbers(client.get_data(known)) == [1], "metadata and store are enough for a get"
+    with pytest.raises(UnknownOutcome, match="did not say that it has published"):
+        client.put(rows(1, 2), metadata=meta)
+    with pytest.raises(RuntimeError, match="it is dead"):
+        tq.kv_batch_get(keys="a", partition_id="p")
+    with pytest.raises(RuntimeError, match="it is dead"):
+        tq.kv_put(key="b", partition_id="p", fields={"x": torch.ones(2)})
