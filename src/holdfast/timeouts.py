@@ -109,6 +109,12 @@ RULES: tuple[Rule, ...] = (
         "foreign_lease_s",
         "a consumer that is not ours gives a sign of life only when it loads",
     ),
+    Rule(
+        "etcd_min_lease_s",
+        "<=",
+        "member_lease_s",
+        "etcd silently lengthens a shorter lease, and what a dead member had claimed waits",
+    ),
 )
 
 
@@ -154,6 +160,9 @@ class Timeouts(BaseModel):
     )
     foreign_lease_s: float = _seconds(
         600.0, "How long a consumer that only writes marker files counts as alive."
+    )
+    member_lease_s: float = _seconds(
+        10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
     )
 
     @classmethod

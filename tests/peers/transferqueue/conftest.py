@@ -12,6 +12,8 @@ collect_ignore_glob = [] if importlib.util.find_spec("transfer_queue") else ["*.
 
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
 os.environ["TQ_NUM_THREADS"] = "1"
+# Ray takes another address than loopback otherwise, whatever it is told.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 # How long TransferQueue lets its controller think about a publication.
 os.environ["TQ_DATA_UPDATE_RESPONSE_TIMEOUT"] = "10"
 

@@ -29,7 +29,7 @@ TensorDict, NonTensorStack, NonTensorData = (
 )
 importlib.import_module("holdfast.transfer.transferqueue")
 
-QUICK = {"deadline_s": 3.0, "attempts": 4}
+QUICK = {"deadline_s": 3, "attempts": 4}
 
 
 class Place:

@@ -1,4 +1,4 @@
-"""TransferQueue started in other ways: with other samplers, again, by configuration alone."""
+"""TransferQueue started in other ways: other samplers, again, without room, without a head."""
 
 import subprocess
 import sys
@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import Corrupt, Mistake
+from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, UnknownOutcome
 from peers.transferqueue.system import (
     Place,
     TensorDict,
     column,
     fresh,
+    interface,
     numbers,
+    ray,
     rows,
     running,
     tq,
@@ -134,6 +136,42 @@ def test_wrong_configuration(cluster: None, section: dict[str, Any], said: str) 
             tq.init(OmegaConf.create({"backend": backend}))
     finally:
         tq.close()
+
+
+@pytest.fixture
+def small(cluster: None, tmp_path: Path) -> Iterator[Place]:
+    """A system of its own, with little room."""
+    with new_place("shm", tmp_path, budget="32M") as found, running(found.url):
+        yield found
+
+
+def test_no_room(small: Place) -> None:
+    """A put that does not fit fails as a whole, and what was there stays whole."""
+    tq.kv_put(key="a", partition_id="p", fields={"x": torch.ones(1000)})
+    big = TensorDict({"x": torch.zeros(4, 4 << 20)}, batch_size=4)  # 64 MiB
+    with pytest.raises(BatchFailed) as caught:
+        tq.kv_batch_put(keys=list("bcde"), partition_id="p", fields=big)
+    assert any(isinstance(why, NoRoom) for why in caught.value.failures.values())
+    assert len(small.names()) == 1
+    assert numbers(tq.kv_batch_get(keys="a", partition_id="p")) == [1]
+    tq.kv_put(key="f", partition_id="p", fields={"x": torch.ones(1 << 20)})
+    assert numbers(tq.kv_batch_get(keys="f", partition_id="p")) == [1]
+
+
+def test_the_controller_is_dead(small: Place) -> None:
+    """With TransferQueue's controller dead, nothing hangs and no put claims to be published."""
+    client = tq.get_client()
+    tq.kv_put(key="a", partition_id="p", fields={"x": torch.ones(2)})
+    known = client.kv_retrieve_meta(keys=["a"], partition_id="p")
+    meta = client.get_meta(["x"], 2, "p", mode="insert")
+    ray.kill(interface._TQ_CONTROLLER)
+    assert numbers(client.get_data(known)) == [1], "metadata and store are enough for a get"
+    with pytest.raises(UnknownOutcome, match="did not say that it has published"):
+        client.put(rows(1, 2), metadata=meta)
+    with pytest.raises(RuntimeError, match="it is dead"):
+        tq.kv_batch_get(keys="a", partition_id="p")
+    with pytest.raises(RuntimeError, match="it is dead"):
+        tq.kv_put(key="b", partition_id="p", fields={"x": torch.ones(2)})
 
 
 SCRIPT = """

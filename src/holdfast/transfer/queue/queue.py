@@ -22,6 +22,7 @@ from typing import Any, Self
 from holdfast.errors import BatchFailed, LeaseLost, Mistake, NotFound, Retriable, UnknownOutcome
 from holdfast.ledger import Ledger, LiveRuntime, Runtime
 from holdfast.ledger.records import update
+from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.frame import check_key
 from holdfast.transfer.queue.batch import Batch, fetch
 from holdfast.transfer.queue.claiming import Claiming
@@ -34,7 +35,7 @@ from holdfast.transfer.store import Store
 
 __all__ = ["LEASE_S", "Queue", "Tasks"]
 
-LEASE_S = 10.0
+LEASE_S = DEFAULTS.member_lease_s
 MAX_CLAIM = 10_000
 
 Tasks = Mapping[str, Iterable[str]] | Sequence[str]
