@@ -1,15 +1,19 @@
 """TransferQueue started in other ways: other samplers, again, without room, without a head."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, UnknownOutcome
+from holdfast.procs import free_ports
+from holdfast.transfer.transferqueue import Settings
 from peers.transferqueue.system import (
     Place,
     TensorDict,
@@ -117,25 +121,29 @@ def test_a_crashed_run_leaves_values_until_reset(empty: Place) -> None:
         assert empty.names() == []
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({}, "url"),
-        ({"url": "memory:x"}, "inside one process"),
-        ({"url": "shm://x", "colour": "red"}, "colour"),
-        ({"url": "shm://x", "attempts": 0}, "attempts"),
-    ],
-)
-def test_wrong_configuration(cluster: None, section: dict[str, Any], said: str) -> None:
-    """A wrong configuration is refused by tq.init, by name."""
-    from peers.transferqueue.system import OmegaConf
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "url"),
+    ({"url": "memory:x"}, "inside one process"),
+    ({"url": "shm://x", "colour": "red"}, "colour"),
+    ({"url": "shm://x", "attempts": 0}, "attempts"),
+]
 
-    backend = {"storage_backend": "Holdfast", "Holdfast": section}
-    try:
-        with pytest.raises(Mistake, match=said):
-            tq.init(OmegaConf.create({"backend": backend}))
-    finally:
-        tq.close()
+
+@pytest.mark.parametrize(("section", "said"), WRONG)
+def test_wrong_settings(section: dict[str, Any], said: str) -> None:
+    """A wrong configuration is refused, by name."""
+    with pytest.raises(Mistake, match=said):
+        Settings.read(section)
+
+
+def test_a_store_that_is_not_there(cluster: None) -> None:
+    """tq.init fails when the store cannot be used, before anybody relies on it."""
+    (port,) = free_ports(1)
+    with (
+        pytest.raises(BatchFailed, match="probe"),
+        running(f"redis://127.0.0.1:{port}?timeout=1"),
+    ):
+        pytest.fail("it has started")
 
 
 @pytest.fixture
@@ -164,7 +172,10 @@ def test_the_controller_is_dead(small: Place) -> None:
     tq.kv_put(key="a", partition_id="p", fields={"x": torch.ones(2)})
     known = client.kv_retrieve_meta(keys=["a"], partition_id="p")
     meta = client.get_meta(["x"], 2, "p", mode="insert")
-    ray.kill(interface._TQ_CONTROLLER)
+    controller = interface._TQ_CONTROLLER
+    process = psutil.Process(ray.get(controller.__ray_call__.remote(lambda _: os.getpid())))
+    ray.kill(controller)
+    process.wait(timeout=30)
     assert numbers(client.get_data(known)) == [1], "metadata and store are enough for a get"
     with pytest.raises(UnknownOutcome, match="did not say that it has published"):
         client.put(rows(1, 2), metadata=meta)

@@ -6,6 +6,7 @@ belongs to a member that is at work on it, or to one that is gone, and then it c
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from holdfast.errors import LeaseLost, Mistake, NoRoom, NotFound
 from holdfast.ledger import absent, same_life
 from holdfast.ledger.records import put
-from holdfast.transfer.frame import Ref, check_key
+from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
 from holdfast.transfer.queue import adding
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
@@ -76,14 +77,14 @@ class Putting:
         return added
 
     async def _put(self, items: dict[str, Item], added: dict[str, bool], deadline: float) -> None:
-        new = {key: one for key, one in items.items() if not self._desk.view.knows(key)}
+        new = {key: items[key] for key in self._desk.view.unknown(items)}
         if not new:
             return
         await self._room(len(new), 0, deadline)
         seat = await self._desk.seat()
         refs = await self._send(seat, {key: one.fields for key, one in new.items()})
         samples = [
-            Sample(key, refs[key], one.group, one.version, dict(one.tags))
+            Sample(key, refs.get(key, {}), one.group, one.version, dict(one.tags))
             for key, one in new.items()
         ]
         unused = {ref for some in refs.values() for ref in some.values()}
@@ -105,7 +106,9 @@ class Putting:
             for key, some in fields.items()
             for name, value in some.items()
         }
-        refs = await self._store.aput(values) if values else {}
+        if not values:
+            return {}
+        refs = await self._store.aput(values)
         return {
             key: {name: refs[self._payload(seat, key, name)] for name in some}
             for key, some in fields.items()
@@ -114,7 +117,7 @@ class Putting:
     async def _add(self, samples: list[Sample], seat: Seat, deadline: float) -> list[Sample]:
         """Record samples; returns those that are there with just these payloads."""
         view = self._desk.view
-        nbytes = sum(one.nbytes for one in samples)
+        nbytes = sum(one.nbytes for one in samples if one.fields)
 
         def mine(sample: Sample) -> bool:
             number, place = view.where.get(sample.key, (-1, 0))
@@ -124,8 +127,9 @@ class Putting:
             return all(there.get(name) == ref for name, ref in sample.fields.items())
 
         def decide() -> Change[list[Sample] | None] | list[Sample] | None:
-            here = [one for one in samples if mine(one)]
-            new = [one for one in samples if not view.knows(one.key)]
+            unknown = set(view.unknown(one.key for one in samples))
+            new = [one for one in samples if one.key in unknown]
+            here = [one for one in samples if one.key not in unknown and mine(one)]
             if not new:
                 return here
             if self._full(len(new), nbytes):
@@ -228,11 +232,16 @@ class Putting:
 
 
 def _check(items: Sequence[Item]) -> None:
-    seen: set[str] = set()
+    keys = [one.key for one in items]
+    if set(map(type, keys)) != {str} or not "".join(keys).isprintable():
+        for key in keys:
+            check_key(key)
+    if "" in keys or max(map(len, keys), default=0) * 4 > MAX_KEY_BYTES:
+        for key in keys:
+            check_key(key)
+    if len(set(keys)) != len(keys):
+        (twice, _), *_ = Counter(keys).most_common(1)
+        raise Mistake(f"{twice!r} is given twice", key=twice)
     for one in items:
-        check_key(one.key)
-        if one.key in seen:
-            raise Mistake(f"{one.key!r} is given twice", key=one.key)
-        seen.add(one.key)
         if type(one.version) is not int or one.version < 0:
             raise Mistake(f"the version of {one.key!r} is {one.version!r}, not 0 or more")

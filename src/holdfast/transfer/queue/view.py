@@ -5,7 +5,7 @@ it is fed whole transactions in their order. Decisions are made on a view and co
 comparing what they were made from.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict
 
@@ -117,7 +117,7 @@ class BlockView:
         """Bytes of the payloads that are still there."""
         if self._nbytes < 0:
             if self.freed == 0:
-                self._nbytes = sum(one.nbytes for one in self.samples)
+                self._nbytes = sum(one.nbytes for one in self.samples if one.fields)
             else:
                 self._nbytes = sum(self.samples[at].nbytes for at in bits(self.all & ~self.freed))
         return self._nbytes
@@ -167,9 +167,11 @@ class View:
                 self._set(event.key, event.entry)
         self.revision = step.revision
 
-    def knows(self, key: str) -> bool:
-        """Whether a sample with this key is there, or was there not long ago."""
-        return key in self.where or bool(self._digests and digest(key) in self._digests)
+    def unknown(self, keys: Iterable[str]) -> list[str]:
+        """Those of these keys under which no sample is there, or was there not long ago."""
+        where, digests = self.where, self._digests
+        new = [key for key in keys if key not in where]
+        return [key for key in new if digest(key) not in digests] if digests else new
 
     def was_done(self, key: str) -> bool:
         """Whether a sample with this key was there, and its block is finished."""
@@ -235,8 +237,9 @@ class View:
                 block.samples, block.all = [], 0
             else:
                 block.set_block(entry)
-                for place, sample in enumerate(block.samples):
-                    self.where[sample.key] = (number, place)
+                self.where.update(
+                    {one.key: (number, place) for place, one in enumerate(block.samples)}
+                )
         elif kind == "state":
             block.tasks[name] = TaskView(decode(State, entry) if entry else State(), entry)
         elif kind == "freed":

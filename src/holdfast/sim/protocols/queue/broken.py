@@ -102,12 +102,12 @@ class _Twice(Putting):
     """A sample is added although it is there already."""
 
     async def _add(self, samples: list[Sample], seat: Seat, deadline: float) -> list[Sample]:
-        knows = self._desk.view.knows
-        self._desk.view.knows = lambda _: False  # type: ignore[method-assign, assignment]
+        unknown = self._desk.view.unknown
+        self._desk.view.unknown = list  # type: ignore[method-assign, assignment]
         try:
             return await super()._add(samples, seat, deadline)
         finally:
-            self._desk.view.knows = knows  # type: ignore[method-assign]
+            self._desk.view.unknown = unknown  # type: ignore[method-assign]
 
 
 class _Nameless(Putting):
@@ -172,8 +172,8 @@ class _Hasty(Tidying):
 class _Forgetful(View):
     """The keys of finished blocks are forgotten."""
 
-    def knows(self, key: str) -> bool:
-        return key in self.where
+    def unknown(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if key not in self.where]
 
 
 class _ForgetfulDesk(SimDesk):
