@@ -122,6 +122,7 @@ async def test_putting_a_sample_again_does_nothing_even_after_it_was_consumed(
     later = await open_queue(["train"])
     assert (await later.put(items(3)))["s0"] is False
     await later.put_fields({"s0": {"late": 1}})
+    assert store.stat().keys == 1, "a field for what is finished is not stored"
     assert (await later.claim("train", 1)).keys == ["s3"]
     assert store.stat().keys == 1
 
@@ -220,6 +221,27 @@ async def test_samples_that_are_too_old_are_dropped_once_and_count_as_done(
     with pytest.raises(TimedOut):
         await other.claim("train", 1, timeout_s=0.1)
     assert store.stat().keys == 8
+
+
+async def test_old_samples_in_more_blocks_than_a_transaction_has_room_for(
+    open_queue: Opener,
+) -> None:
+    """They are dropped first, some at a time; what is claimed then is really claimed."""
+    queue = await open_queue(["t"])
+    queue._desk.block_samples = 1
+    for at in range(60):
+        await queue.put([Item(f"s{at}", version=at // 45)])
+    batch = await queue.claim("t", 15, max_lag=0)
+    assert batch.keys == [f"s{at}" for at in range(45, 60)]
+    other = await open_queue(["t"])
+    assert other.behind() == {"t": 15}
+    with pytest.raises(TimedOut):
+        await other.claim("t", 1, timeout_s=0.1)
+    await batch.acknowledge()
+    assert other.behind() in ({"t": 15}, {"t": 0})
+    with pytest.raises(Mistake, match="spread over 41 blocks"):
+        await queue.put([Item(f"more{at}", version=9) for at in range(41)])
+        await queue.claim("t", 41)
 
 
 async def test_samplers(open_queue: Opener) -> None:

@@ -49,8 +49,9 @@ class Claiming:
             newest = view.head.newest if version is None else version
             oldest = newest - max_lag if max_lag is not None else -1
             choice = desk.plan.choose(view, self._task, n, sampler, oldest)
-            if len(choice.samples) < enough:
-                choice.samples, choice.taken = [], {}
+            together = len(choice.taken.keys() | choice.dropped.keys())
+            if len(choice.samples) < enough or together > MOST_BLOCKS:
+                choice.samples, choice.taken = [], {}  # nothing yet, or first what is too old
             return self._change(choice) if choice.taken or choice.dropped else None
 
         while True:
@@ -141,7 +142,7 @@ class Claiming:
         view, keys = self._desk.view, self._desk.keys
         compare: list[Compare] = []
         then: list[Op] = []
-        for number in sorted(choice.taken.keys() | choice.dropped.keys())[:MOST_BLOCKS]:
+        for number in sorted(choice.taken.keys() | choice.dropped.keys()):
             block = view.blocks[number]
             assert block.entry is not None
             there, places = block.task(self._task), choice.taken.get(number, 0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from holdfast.errors import LeaseLost, Mistake, NoRoom, NotFound
+from holdfast.errors import BatchFailed, LeaseLost, Mistake, NoRoom, NotFound
 from holdfast.ledger import absent, same_life
 from holdfast.ledger.records import put
 from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
@@ -108,7 +108,11 @@ class Putting:
         }
         if not values:
             return {}
-        refs = await self._store.aput(values)
+        try:
+            refs = await self._store.aput(values)
+        except BatchFailed as error:
+            await self._drop(ref for ref in error.values.values() if isinstance(ref, Ref))
+            raise
         return {
             key: {name: refs[self._payload(seat, key, name)] for name in some}
             for key, some in fields.items()
@@ -197,6 +201,8 @@ class Putting:
             if key not in view.where:
                 raise NotFound(f"no sample {key!r} is in this queue, or not any more", key=key)
             number, at = places[key] = view.where[key]
+            if view.blocks[number].freed & 1 << at:
+                continue  # the same, and its block is not finished
             there = view.blocks[number].samples[at].fields
             if more := {name: value for name, value in some.items() if name not in there}:
                 new[key] = more
