@@ -13,14 +13,14 @@ run: setup ## The main job: simulate every protocol and show that broken ones ar
 	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers ## What CI runs: checks and all quick tests
-	$(BIN)/python -m pytest -q -m "not long"
+	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 300 --fresh
 
 test-long: check setup-servers ## The full numbers: matrices, storms, thousands of seeds
-	$(BIN)/python -m pytest -q --timeout 1800
+	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 10000 --fresh
 
-test-peers: ## Other people's servers (vLLM), in an environment of their own (3.5 GB)
+test-peers: ## vLLM and TransferQueue, in an environment of their own (4 GB)
 	@PYTHON=$(PYTHON) scripts/setup-peers
 	.venv-peers/bin/python -m pytest -q tests/peers
 
@@ -33,6 +33,7 @@ check: setup ## ruff, mypy --strict, import-linter
 bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 	$(BIN)/python -m benchmarks.weights
+	$(BIN)/python -m benchmarks.transfer
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
