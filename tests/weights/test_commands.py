@@ -21,8 +21,8 @@ import safetensors.numpy
 from holdfast import ledger, procs
 from holdfast.cli import main
 from holdfast.errors import Corrupt
+from holdfast.text import parse_bytes, size, table
 from holdfast.weights import Publisher, Retention, Subscriber
-from holdfast.weights.text import parse_bytes, size, table
 from holdfast.weights.watching import happened
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]

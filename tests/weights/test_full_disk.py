@@ -17,9 +17,9 @@ import pytest
 
 from holdfast import events
 from holdfast.errors import NoRoom, TooLarge, UnknownOutcome
+from holdfast.text import size as bytes_text
 from holdfast.weights import Publisher, Subscriber
 from holdfast.weights.room import Waiting
-from holdfast.weights.text import size as bytes_text
 from weights.children import publish
 from weights.family import House, house, start
 

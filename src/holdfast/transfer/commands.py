@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from holdfast.errors import BatchFailed, Gone, NotFound
+from holdfast.text import plural, size
 from holdfast.transfer.store import Store, status
 from holdfast.transfer.url import connect
 
@@ -37,8 +38,10 @@ def stat(url: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(found)))
         return
-    limit = f" of {_size(found.budget)}" if found.budget else ""
-    click.echo(f"{found.keys} values, {_size(found.nbytes)}; takes {_size(found.taken)}{limit}")
+    limit = f" of {size(found.budget)}" if found.budget else ""
+    click.echo(
+        f"{plural(found.keys, 'value')}, {size(found.nbytes)}; takes {size(found.taken)}{limit}"
+    )
 
 
 @transfer.command()
@@ -56,7 +59,7 @@ def ls(url: str, prefix: str, limit: int, as_json: bool) -> None:
             if as_json:
                 click.echo(json.dumps(msgspec.to_builtins(one)))
             else:
-                click.echo(f"{_size(one.nbytes):>10}  {one.generation:>20}  {one.key}")
+                click.echo(f"{size(one.nbytes):>10}  {one.generation:>20}  {one.key}")
     if more:
         click.echo(f"there are more than {limit}: give a longer PREFIX, or --limit 0", err=True)
 
@@ -104,15 +107,6 @@ def _describe(value: Any) -> str:
     return f"object: {text[: 10 * _SHOWN]}" + ("..." if len(text) > 10 * _SHOWN else "")
 
 
-def _size(nbytes: int) -> str:
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError
-
-
 @click.group()
 def queue() -> None:
     """Look into a queue of samples."""
@@ -143,8 +137,9 @@ def show(url: str, name: str | None, run: str, as_json: bool) -> None:
         click.echo(msgspec.json.encode(found).decode())
         return
     click.echo(
-        f"queue {name} of run {run}: {found.samples} samples, {_size(found.nbytes)}, in "
-        f"{found.blocks} blocks (at most {found.max_samples} samples, {_size(found.max_bytes)}); "
+        f"queue {name} of run {run}: {plural(found.samples, 'sample')}, {size(found.nbytes)}, in "
+        f"{plural(found.blocks, 'block')} (at most {found.max_samples} samples, "
+        f"{size(found.max_bytes)}); "
         f"{found.ever} ever added, newest version {found.newest}"
     )
     click.echo(

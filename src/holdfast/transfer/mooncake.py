@@ -49,6 +49,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
+from holdfast.text import parse_bytes
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.frame import ALIGN, MAX_HEAD, Ref, open_head
 
@@ -63,7 +64,6 @@ _LOOKS = 3
 _ASK_S = 5.0
 _MAX_PREFIX = 256
 _SIZES = {"segment": "0", "buffer": "64M"}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _OPTIONS = {
     *("metadata", "segment", "buffer", "protocol", "host", "devices", "prefix", "admin", "log"),
 }
@@ -100,7 +100,7 @@ def from_url(url: str) -> "MooncakeBackend":
         raise Mistake(f"{url!r}: name the master's host and port and its metadata server")
     if len(found.get("prefix", "")) > _MAX_PREFIX:
         raise Mistake(f"{url!r}: a prefix is at most {_MAX_PREFIX} characters long")
-    sizes = [_bytes(url, found.get(name, size)) for name, size in _SIZES.items()]
+    sizes = [parse_bytes(found.get(name, size)) for name, size in _SIZES.items()]
     try:
         socket.create_connection(master, timeout=_ASK_S).close()
     except OSError as error:  # Mooncake itself would try for more than a minute
@@ -474,11 +474,3 @@ def _get_error(key: str, code: int) -> Exception:
 
 def _word(code: int) -> str:
     return f"{_WORDS.get(code, 'Mooncake')}, code {code}"
-
-
-def _bytes(url: str, text: str) -> int:
-    """A number of bytes, with K, M, G or T behind it."""
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
-    if not number.isascii() or not number.isdigit() or unit not in _UNITS:
-        raise Mistake(f"{url!r}: {text!r} is not a number of bytes, as in 512M")
-    return int(number) * _UNITS[unit]

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from holdfast.errors import Mistake, NotFound
+from holdfast.text import parse_bytes, plural, size
 from holdfast.weights import display
 from holdfast.weights.book import DELETING
 from holdfast.weights.find import Found, find
@@ -21,7 +22,6 @@ from holdfast.weights.overview import Overview, collect, details
 from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept
 from holdfast.weights.sweep import Sweeper
-from holdfast.weights.text import parse_bytes, plural, size
 from holdfast.weights.verify import Finding
 from holdfast.weights.verify import verify as verify_channel
 from holdfast.weights.watching import OF_THE_LEDGER

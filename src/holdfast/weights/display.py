@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from holdfast.tensors import size as tensor_bytes
+from holdfast.text import age, clean, numbers, plural, size, table
 from holdfast.weights.overview import ConsumerRow, Details, Overview, VersionRow
 from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept, Version
 from holdfast.weights.sweep import Report
-from holdfast.weights.text import age, clean, numbers, plural, size, table
 from holdfast.weights.watching import Happening
 
 __all__ = [

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from holdfast import events
 from holdfast.errors import NoRoom, TooLarge
+from holdfast.text import numbers, size
 from holdfast.weights.book import Book
 from holdfast.weights.policy import Hold, Retention
 from holdfast.weights.sweep import Report, Sweeper
-from holdfast.weights.text import numbers, size
 
 __all__ = ["Waiting", "holders", "make_room"]
 

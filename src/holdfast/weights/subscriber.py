@@ -36,6 +36,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Ledger
+from holdfast.text import plural
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights import about, foreign
 from holdfast.weights.book import Seat
@@ -46,7 +47,6 @@ from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, de
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs
 from holdfast.weights.records import Consumer, Swept, Told, Version
-from holdfast.weights.text import plural
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import check_files, close_files, open_files
 

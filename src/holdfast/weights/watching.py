@@ -16,10 +16,10 @@ import msgspec
 from holdfast.errors import LeaseLost, Retriable, UnknownOutcome
 from holdfast.ledger import Entry, Record, follow
 from holdfast.ledger.records import decode
+from holdfast.text import size
 from holdfast.weights.book import Book, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.records import Consumer, Keys, Mark, Target, Version, Writer
-from holdfast.weights.text import size
 
 __all__ = ["OF_THE_LEDGER", "Happening", "State", "happened", "watch"]
 

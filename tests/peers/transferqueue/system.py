@@ -29,6 +29,8 @@ TensorDict, NonTensorStack, NonTensorData = (
 )
 importlib.import_module("holdfast.transfer.transferqueue")
 
+PROTOTYPE = "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"
+"""What torch says about nested tensors, which TransferQueue makes of every field."""
 QUICK = {"deadline_s": 3, "attempts": 4}
 
 

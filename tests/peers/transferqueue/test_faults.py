@@ -11,6 +11,7 @@ import torch
 
 from holdfast.errors import BatchFailed, Mistake
 from peers.transferqueue.system import (
+    PROTOTYPE,
     QUICK,
     NonTensorStack,
     Place,
@@ -24,7 +25,7 @@ from peers.transferqueue.system import (
     tq,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings(PROTOTYPE)]
 
 
 def two(part: str) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from peers.transferqueue.system import (
+    PROTOTYPE,
     NonTensorData,
     NonTensorStack,
     Place,
@@ -22,7 +23,7 @@ from peers.transferqueue.system import (
     tq,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings(PROTOTYPE)]
 
 
 def test_one_key(place: Place) -> None:

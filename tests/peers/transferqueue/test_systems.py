@@ -15,6 +15,7 @@ from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, UnknownOutcom
 from holdfast.procs import free_ports
 from holdfast.transfer.transferqueue import Settings
 from peers.transferqueue.system import (
+    PROTOTYPE,
     Place,
     TensorDict,
     column,
@@ -28,7 +29,7 @@ from peers.transferqueue.system import (
 )
 from peers.transferqueue.system import place as new_place
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings(PROTOTYPE)]
 
 
 @pytest.fixture

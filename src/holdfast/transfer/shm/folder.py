@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import Corrupt, Denied, Mistake, NotFound, TooNew, Unavailable
+from holdfast.text import parse_bytes
 from holdfast.transfer.shm.layout import PAGE
 from holdfast.transfer.shm.locks import Locks
 
@@ -33,7 +34,6 @@ DEFAULT_SEGMENT = 64 << 20
 LEAST_SEGMENT = 64 << 10
 _FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-_SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)i?B?", re.IGNORECASE)
 _GONE = ".gone-"
 _ATTEMPTS = 100
 
@@ -61,10 +61,13 @@ class Listed(msgspec.Struct, frozen=True):
 
 def parse_size(text: str, what: str) -> int:
     """Bytes, from text such as 4G or 64M."""
-    match = _SIZE.fullmatch(text)
-    if match is None or not int(match[1]):
+    try:
+        found = parse_bytes(text)
+    except Mistake:
+        found = 0
+    if not found:
         raise Mistake(f"{what} is a size like 64M or 4G, not {text!r}")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
+    return found
 
 
 def is_segment(name: str) -> bool:
