@@ -76,6 +76,17 @@ class HoldfastError(Exception):
         self.epoch = epoch
         self.attempt = attempt
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross processes whole, whatever their constructors want."""
+        return _remake, (type(self), self.args, self.__dict__)
+
+
+def _remake(kind: type[HoldfastError], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
 
 class Retriable(HoldfastError):
     """The same call may succeed later. It took no effect."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast import transfer
 from holdfast.errors import Corrupt, Mistake
 from holdfast.transfer.frame import make_head, open_head
 from holdfast.transfer.values import fits, pack, room, unpack
@@ -120,3 +121,13 @@ def test_a_destination_must_fit() -> None:
     for bad_room in (frozen, np.zeros((4, 4))[:, 1], memoryview(b"abc"), [1], b"abc"):
         with pytest.raises(Mistake):
             room("k", bad_room)
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), np.int64(-3), np.bool_(True)])
+def test_numbers_of_numpy_come_back_as_they_were(number: Any) -> None:
+    """By themselves and inside of objects, with their dtype."""
+    store = transfer.connect("memory:")
+    found = store.get(store.put({"a": number, "b": {"reward": number}}).values())
+    for one in (found["a"], found["b"]["reward"]):
+        assert type(one) is type(number)
+        assert one == number

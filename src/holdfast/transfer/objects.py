@@ -1,9 +1,9 @@
 """Plain objects as msgpack, so that they come back as they were: no pickle, no guessing.
 
 None, booleans, whole numbers of any size, floats, text, bytes, lists, tuples, sets,
-dictionaries with plain keys, and tensors inside of them. Tuples, sets, large numbers and
-tensors travel as extensions, because msgpack has no word of its own for them. Everything
-else is refused by name; so is what is nested deeper than `MAX_DEPTH`.
+dictionaries with plain keys, and tensors and numpy's numbers inside of them. Tuples, sets,
+large numbers and tensors travel as extensions, because msgpack has no word of its own for
+them. Everything else is refused by name; so is what is nested deeper than `MAX_DEPTH`.
 """
 
 import struct
@@ -20,7 +20,7 @@ __all__ = ["MAX_DEPTH", "decode", "encode"]
 
 MAX_DEPTH = 64
 
-_TUPLE, _SET, _FROZENSET, _INT, _ARRAY, _TENSOR, _COMPLEX = range(1, 8)
+_TUPLE, _SET, _FROZENSET, _INT, _ARRAY, _TENSOR, _COMPLEX, _SCALAR = range(1, 9)
 _SMALL = (-(1 << 63), (1 << 64) - 1)
 _PLAIN = (str, bytes, float, bool, type(None))
 _KEYS = (str, int, bytes, bool, float, type(None))
@@ -83,6 +83,11 @@ def _tensor(value: Any) -> Any:
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
     if is_tensor and value.is_nested:
         raise Mistake("has a nested tensor inside: put it under a key of its own")
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+        scalar = True
+    else:
+        scalar = False
     if not is_tensor and not isinstance(value, np.ndarray):
         raise Mistake(
             f"has a {type(value).__module__}.{type(value).__qualname__} in it, which cannot be "
@@ -91,7 +96,7 @@ def _tensor(value: Any) -> Any:
     found = tensors.source("inside", value)
     front = _encoder.encode([found.dtype, list(found.shape)])
     return msgspec.msgpack.Ext(
-        _TENSOR if is_tensor else _ARRAY,
+        _TENSOR if is_tensor else _SCALAR if scalar else _ARRAY,
         len(front).to_bytes(4, "little") + front + bytes(found.data),
     )
 
@@ -105,10 +110,12 @@ def _raise_ext(code: int, data: memoryview) -> Any:
     if code in (_TUPLE, _SET, _FROZENSET):
         items = msgspec.msgpack.decode(data, type=list, ext_hook=_raise_ext)
         return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](items)
-    if code in (_ARRAY, _TENSOR):
+    if code in (_ARRAY, _TENSOR, _SCALAR):
         length = 4 + int.from_bytes(data[:4], "little")
         dtype, shape = msgspec.msgpack.decode(data[4:length], type=tuple[str, list[int]])
         memory = memoryview(bytearray(data[length:]))
-        make = tensors.as_numpy if code == _ARRAY else tensors.as_torch
-        return make(memory, dtype, shape)
+        if code == _TENSOR:
+            return tensors.as_torch(memory, dtype, shape)
+        array = tensors.as_numpy(memory, dtype, shape)
+        return array if code == _ARRAY else array[()]
     raise ValueError(f"unknown extension {code}")

@@ -266,7 +266,6 @@ def test_a_killed_producer(place: Place) -> None:
     tq.get_client().clear_partition(part)
 
 
-@pytest.mark.xfail(strict=True, reason="BatchFailed cannot be pickled, so Ray loses its class")
 def test_errors_cross_processes(place: Place) -> None:
     """An error in a Ray worker arrives as what it is, with its keys."""
     part = fresh("crossing")
