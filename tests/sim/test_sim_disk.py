@@ -489,22 +489,23 @@ def _drawn(possible: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
 
 def test_a_protocol_without_a_disk_has_none_of_its_faults() -> None:
     """Each fault that can meet a step is drawn, and no other, with a disk and without."""
-    without = pairs(disk=False)
+    without = pairs(disk=False, store=True)
     assert not any(kind in ("full", "power") or step in DISK for kind, step in without)
+    assert set(pairs(disk=True)) == {one for one in PAIRS if not one[1].startswith("store.")}
     assert set(PAIRS) - set(without) == {
         (kind, step)
         for kind, step in PAIRS
         if kind in ("full", "power") or step.startswith("disk.")
     }
     (heading, *_) = World(find("election")(), 1).table.rows()
-    assert set(heading) == {"step", "count", *(kind for kind, _ in without)}
+    assert set(heading) == {"step", "count", *(kind for kind, _ in pairs(disk=False))}
     assert _drawn(without) == set(without)
     assert _drawn(PAIRS) == set(PAIRS)
 
 
 def test_pairs_that_cannot_meet_are_left_out() -> None:
     never = frozenset({("expire", "disk.sync")})
-    possible = pairs(disk=True, never=never)
+    possible = pairs(disk=True, store=True, never=never)
     assert set(PAIRS) - set(possible) == never
     table = Table(possible)
     table.steps["disk.sync"] = 1

@@ -184,7 +184,7 @@ async def test_a_fleet_goes_on_without_what_was_lost(tmp_path: Path) -> None:
         await come_to(home, 1, ["here:0"])
         await home.publish(2)
         began = time.monotonic()
-        assert (await home.fleet.update(2)).left_behind == ("far",)
+        assert "far" in (await home.fleet.update(2)).left_behind
         assert time.monotonic() - began < POLICY.stage_s, "it was waited for"
         engine.may_start = True
         await come_to(home, 2, ["here:0", "there:far"])
