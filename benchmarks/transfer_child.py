@@ -5,6 +5,7 @@ A child says "ready" and then answers every line that it is told: `put WORKLOAD`
 seconds that it took. Every value that was got is compared with what was put, after the clock.
 """
 
+import abc
 import contextlib
 import ctypes
 import json
@@ -36,21 +37,21 @@ def names(workload: str) -> list[str]:
     return [f"bench/{workload}/{at:06d}" for at in range(WORKLOADS[workload][0])]
 
 
-class Contender:
+class Contender(abc.ABC):
     """Something that moves values from one process to another."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         self.how = how
 
+    @abc.abstractmethod
     def put(self, workload: str, values: torch.Tensor) -> object:
         """Put all rows; what it returns is told to the getting process."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def get(self, workload: str, told: Any) -> torch.Tensor | list[torch.Tensor]:
         """Get all rows, as one tensor or as many."""
-        raise NotImplementedError
 
-    def clear(self, workload: str) -> None:
+    def clear(self, workload: str) -> None:  # noqa: B027 -- bare memory has nothing to clear
         """Make room again."""
 
 
