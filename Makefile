@@ -18,7 +18,7 @@ test: check setup-servers ## What CI runs: checks and all quick tests
 
 test-long: check setup-servers ## The full numbers: matrices, storms, thousands of seeds
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile
-	$(BIN)/holdfast sim --all --seeds 10000 --fresh
+	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
 test-peers: ## vLLM and TransferQueue, in an environment of their own (4 GB)
 	@PYTHON=$(PYTHON) scripts/setup-peers

@@ -9,6 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 
 from holdfast import procs
@@ -50,7 +51,8 @@ class Pool:
         try:
             while True:
                 while len(waiting) < 2 * self.jobs and (run := next(runs, None)) is not None:
-                    waiting.append(self._executor.submit(_play, name, run, steps))
+                    with _uninterrupted():  # it may start a process
+                        waiting.append(self._executor.submit(_play, name, run, steps))
                 if not waiting:
                     return
                 total = _sum(total, waiting.popleft().result())
@@ -71,9 +73,27 @@ def _runs(seeds: range) -> Iterator[range]:
         begin += length
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: a process that is half started would be lost to the pool, and would complain.
+
+    Masked, so that a process started meanwhile never hears of Ctrl-C (it is for the parent, which
+    ends it); handled, because another thread of ours may still be given the signal.
+    """
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            raise KeyboardInterrupt
+
+
 def _begin(parent_pid: int) -> None:
     procs.die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
 
 
 def _play(name: str, seeds: range, steps: int | None) -> Summary:
