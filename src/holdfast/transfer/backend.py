@@ -117,6 +117,10 @@ class Backend(abc.ABC):
     def delete(self, wanted: Mapping[str, int | None]) -> Mapping[str, bool | Exception]:
         """Delete keys; with a generation, only if that is what is there. Tells what went."""
 
+    def newest(self) -> int:
+        """A generation above which the next put must be, to replace what is there; 0: any."""
+        return 0
+
     @abc.abstractmethod
     def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
         """Whether something can be got under these keys."""

@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from holdfast.errors import BatchFailed, Gone, NotFound
-from holdfast.text import plural, size
+from holdfast.text import clean, plural, size
+from holdfast.transfer.frame import MAX_KEY_BYTES
 from holdfast.transfer.store import Store, status
 from holdfast.transfer.url import connect
 
@@ -59,7 +60,8 @@ def ls(url: str, prefix: str, limit: int, as_json: bool) -> None:
             if as_json:
                 click.echo(json.dumps(msgspec.to_builtins(one)))
             else:
-                click.echo(f"{size(one.nbytes):>10}  {one.generation:>20}  {one.key}")
+                key = clean(one.key, MAX_KEY_BYTES)
+                click.echo(f"{size(one.nbytes):>10}  {one.generation:>20}  {key}")
     if more:
         click.echo(f"there are more than {limit}: give a longer PREFIX, or --limit 0", err=True)
 
@@ -128,7 +130,7 @@ def show(url: str, name: str | None, run: str, as_json: bool) -> None:
 
     if name is None:
         for one in asyncio.run(names(url, run)):
-            click.echo(one)
+            click.echo(clean(one))
         return
     found = asyncio.run(overview(url, run, name))
     if found is None:
@@ -146,12 +148,13 @@ def show(url: str, name: str | None, run: str, as_json: bool) -> None:
         f"\n{'TASK':16} {'NEEDS':24} {'NOT READY':>9} {'FREE':>9} {'CLAIMED':>9} {'DONE':>9}"
     )
     for task in found.tasks:
-        needs = ", ".join(task.needs) or "-"
+        needs = clean(", ".join(task.needs)) or "-"
         click.echo(
-            f"{task.name:16} {needs:24} {task.waiting:>9} {task.free:>9} {task.claimed:>9} "
+            f"{clean(task.name):16} {needs:24} {task.waiting:>9} {task.free:>9} {task.claimed:>9} "
             f"{task.done:>9}"
         )
     click.echo(f"\n{'MEMBER':32} {'PID':>8} {'HOST':16} CLAIMS")
     for member in found.members:
         claims = ", ".join(f"{task}: {count}" for task, count in member.claims.items()) or "-"
-        click.echo(f"{member.id:32} {member.pid:>8} {member.host:16} {claims}")
+        who, host = clean(member.id), clean(member.host)
+        click.echo(f"{who:32} {member.pid:>8} {host:16} {clean(claims)}")

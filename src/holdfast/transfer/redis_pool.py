@@ -30,10 +30,10 @@ class Pool:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
+        self._lock = threading.Lock()  # after a fork, another thread may have held it
         self._pid = os.getpid()
         self._idle: list[Wire] = []
         self._doomed: list[tuple[str, str]] = []

@@ -17,8 +17,10 @@ is there now. Each method has an asynchronous twin with an `a` in front.
 """
 
 import asyncio
+import os
 import random
 import sys
+import threading
 import time
 from collections.abc import (
     AsyncIterator,
@@ -62,6 +64,7 @@ Wanted = str | Ref
 DEFAULT_POLICY = Policy(attempts=8, base_s=0.05, factor=2.0, max_s=2.0, deadline_s=30.0)
 
 _SALT_BITS = 10
+_MOST_GENERATION = (1 << 63) - 1
 _LARGE = 1 << 20
 
 
@@ -94,6 +97,9 @@ class Store:
         self.backend = backend
         self.policy = policy
         self._pool: ThreadPoolExecutor | None = None
+        self._pool_of = 0
+        """The process whose threads they are: a fork leaves them behind."""
+        self._pool_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -103,14 +109,18 @@ class Store:
 
     def close(self) -> None:
         """Let go of connections and maps. What was put stays."""
-        if self._pool is not None:
+        if self._pool is not None and self._pool_of == os.getpid():
             self._pool.shutdown(wait=True)
-            self._pool = None
+        self._pool = None
         self.backend.close()
 
     def generation(self) -> int:
-        """A number for the next put: larger than those before it, and nobody else's."""
-        return time.time_ns() >> _SALT_BITS << _SALT_BITS | random.getrandbits(_SALT_BITS)
+        """A number for the next put: larger than those before it, and nobody else's.
+
+        It is the time, but a clock may be put back: then it goes on from what is there.
+        """
+        tick = max(time.time_ns() >> _SALT_BITS, (self.backend.newest() >> _SALT_BITS) + 1)
+        return min(tick << _SALT_BITS | random.getrandbits(_SALT_BITS), _MOST_GENERATION)
 
     # Put
 
@@ -120,7 +130,8 @@ class Store:
         """Store values; when this returns, every process can get them.
 
         Putting again under the same key replaces the value and makes older references stale.
-        With a `generation` of your own the call can be repeated after a crash.
+        With a `generation` of your own the call can be repeated after a crash; it must be larger
+        than those of the values that it replaces.
         """
         frames = self._frames(values, generation)
         return _whole(self._many(frames, _frame_bytes, self._put_once), frames)
@@ -160,7 +171,7 @@ class Store:
     def _frames(self, values: Mapping[str, object], generation: int | None) -> dict[str, Frame]:
         if generation is None:
             generation = self.generation()
-        if not 0 < generation < 1 << 63:
+        if not 0 < generation <= _MOST_GENERATION:
             raise Mistake(f"a generation is a number from 1 to 2**63 - 1, not {generation!r}")
         frames = {}
         for key, value in values.items():
@@ -242,6 +253,8 @@ class Store:
         asked = _by_key(wanted)
         if not asked:
             raise Mistake("no rows are asked for: the result would have no dtype and shape")
+        if len(asked) != len(wanted):
+            raise Mistake("a key is asked for twice: a row cannot be in two places")
         block = self.backend.get_rows(asked)
         if block is None:
             return _stack(self.get(wanted))
@@ -341,9 +354,16 @@ class Store:
             return work(parts[0])
         if self.backend.parallel == 1:
             return collect(items, map(work, parts))
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.backend.parallel, "holdfast-transfer")
-        return collect(items, self._pool.map(work, parts))
+        return collect(items, self._threads().map(work, parts))
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool_of != os.getpid():
+            self._pool, self._pool_lock = None, threading.Lock()
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool_of = os.getpid()
+                self._pool = ThreadPoolExecutor(self.backend.parallel, "holdfast-transfer")
+            return self._pool
 
     async def _amany(
         self,

@@ -8,20 +8,23 @@
 Acknowledge when what was done with the samples is durable, and not before: until then a
 crash gives them to somebody else, afterwards nobody ever gets them again. Leaving the block
 releases what is not acknowledged.
+
+An acknowledgement that was interrupted is settled first by the next one, under its own name:
+whether it took effect is looked up, not guessed.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from holdfast.errors import (
     BatchFailed,
-    Corrupt,
     Fenced,
     Gone,
+    HoldfastError,
     LeaseLost,
     Mistake,
     NotFound,
-    Retriable,
     UnknownOutcome,
 )
 from holdfast.ledger import Compare, Op, same_life, unchanged
@@ -30,6 +33,7 @@ from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.records import Sample, State
 from holdfast.transfer.queue.tidying import Tidying
+from holdfast.transfer.queue.view import TaskView
 from holdfast.transfer.store import Store
 
 __all__ = ["Batch", "fetch"]
@@ -58,6 +62,12 @@ class Batch:
         self._seat = seat
         self._claim = claim
         self._left = dict(taken)
+        self._released: dict[int, int] = {}
+        self._where = {one.key: desk.view.where.get(one.key, (-1, 0)) for one in samples}
+        self._open: tuple[str, dict[int, int]] | None = None
+        """An acknowledgement that was sent, and whose outcome nobody has heard yet."""
+        # A batch that nobody has any more can be acknowledged by nobody: `tidy` releases it.
+        weakref.finalize(self, desk.held.discard, claim).atexit = False
         self.task = task
         self.samples = list(samples)
         self.dropped = list(dropped)
@@ -69,6 +79,11 @@ class Batch:
     def owner(self) -> str:
         """The life of the member that these samples were given to."""
         return self._seat.id
+
+    @property
+    def alive(self) -> Compare:
+        """The condition that the member's life goes on: until then nobody else claims these."""
+        return self._seat.alive
 
     @property
     def keys(self) -> list[str]:
@@ -107,14 +122,19 @@ class Batch:
 
         Raises `Fenced` when they are not this member's any more; doing it twice does no harm.
         """
+        if self._open is not None:
+            await self._settle(*self._open)
         places = self._places(keys)
-        if not places:
-            return
-        name = self._desk.nonce()
+        if places:
+            await self._settle(self._desk.nonce(), places)
+
+    async def _settle(self, name: str, places: dict[int, int]) -> None:
+        """Acknowledge under a name, once."""
         try:
             await self._change(places, name)
         except LeaseLost as error:
             raise Fenced(f"nothing was acknowledged: {error}") from error
+        self._open = None
         self._forget(places)
         await self._tidying.free(places)
 
@@ -123,28 +143,29 @@ class Batch:
         places, self._left = self._left, {}
         if not places:
             return
+        self._released = places
         try:
             await self._change(places, None)
-        except (LeaseLost, Fenced, Retriable, UnknownOutcome, Corrupt):
+        except HoldfastError:
             return  # what is left of it is released when the queue tidies
         finally:
             self._desk.held.discard(self._claim)
 
     def _places(self, keys: Iterable[str] | None) -> dict[int, int]:
-        if keys is None:
-            return dict(self._left)
         found: dict[int, int] = {}
-        mine = set(self.keys)
-        for key in keys:
-            if key not in mine:
+        for key in self._where if keys is None else keys:
+            if key not in self._where:
                 raise Mistake(f"{key!r} is not in this batch", key=key)
-            number, place = self._desk.view.where.get(key, (-1, 0))
-            if self._left.get(number, 0) & 1 << place:
+            number, place = self._where[key]
+            if self._released.get(number, 0) >> place & 1:
+                raise Fenced(f"{key} was released: it is somebody else's, or will be", key=key)
+            if self._left.get(number, 0) >> place & 1:
                 found[number] = found.get(number, 0) | 1 << place
         return found
 
     def _forget(self, places: dict[int, int]) -> None:
         for number, some in places.items():
+            self._released[number] = self._released.get(number, 0) & ~some
             left = self._left.get(number, 0) & ~some
             if left:
                 self._left[number] = left
@@ -162,39 +183,49 @@ class Batch:
             then: list[Op] = []
             for number, some in places.items():
                 block = desk.view.blocks.get(number)
-                if block is None or block.entry is None:
-                    self._gone()
-                    return None
-                task = block.task(self.task)
-                if name is not None and name in task.state.settled:
+                task = block.task(self.task) if block is not None and block.entry else None
+                if name is not None and task is not None and name in task.state.settled:
                     return None  # an earlier attempt, whose answer was lost
-                state = self._decide(task.state, some, name)
+                state = self._decide(task.state, some, name) if task is not None else None
+                if block is None or block.entry is None or task is None or state is None:
+                    if name is None:
+                        continue
+                    self._not_held(some, task)
+                    return None
                 if task.entry is None:
                     raise Fenced(f"{self._seat.id} does not claim these samples any more")
                 compare += [unchanged(task.entry), same_life(block.entry)]
                 then.append(put(desk.keys.state(number, self.task), state, over=task.entry))
+            if not then:
+                return None
+            if name is not None:
+                self._open = (name, places)
             return Change(compare, then, None)
 
         await desk.commit(decide, desk.deadline(), seat=self._seat)
 
-    def _decide(self, state: State, some: int, name: str | None) -> State:
+    def _decide(self, state: State, some: int, name: str | None) -> State | None:
         if name is None:
             return self._desk.plan.released(state, self._claim, some)
-        changed = self._desk.plan.acknowledged(state, self._claim, some, name)
-        if changed is None:
-            raise Fenced(
-                f"{self._seat.id} does not claim these samples any more: its lease has ended, and "
-                "they went to somebody else"
-            )
-        return changed
+        return self._desk.plan.acknowledged(state, self._claim, some, name)
 
-    def _gone(self) -> None:
-        """A block is gone when everything in it was acknowledged: by us, if we are alive."""
-        if self._seat.id not in self._desk.view.members:
+    def _not_held(self, some: int, task: TaskView | None) -> None:
+        """The claim is not there. Returns when that is because of us; raises otherwise.
+
+        A block is gone when all of it was acknowledged. While we live, and have not released
+        them, nobody else can have acknowledged what we claimed.
+        """
+        if self._open is not None and (task is None or not some & ~task.acked):
+            if self._seat.id in self._desk.view.members and not any(self._released.values()):
+                return
             raise UnknownOutcome(
-                f"{self._seat.id} lost its lease while it acknowledged; all samples are "
+                f"{self._seat.id} lost its lease while it acknowledged; the samples are "
                 "acknowledged by now, by it or by others"
             )
+        raise Fenced(
+            f"{self._seat.id} does not claim these samples any more: its lease has ended, and "
+            "they went to somebody else"
+        )
 
 
 async def fetch(

@@ -1,6 +1,6 @@
 """Claiming samples: by number with a sampler, or exactly those with given keys."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from holdfast.errors import Mistake, NotFound, TimedOut
 from holdfast.ledger import Compare, Op, absent, same_life, unchanged
@@ -29,6 +29,8 @@ class Claiming:
         self._task = task
         self._seat = seat
         self._name = desk.nonce()
+        self._last: Choice | None = None
+        self._dropped: list[str] = []
 
     async def some(
         self,
@@ -38,8 +40,9 @@ class Claiming:
         max_lag: int | None,
         version: int | None,
         deadline: float,
+        apart: Collection[str] = (),
     ) -> Batch:
-        """Claim `n` samples; when the time is over, `least` will do."""
+        """Claim `n` samples; when the time is over, `least` will do. Those `apart` stay free."""
         desk, view = self._desk, self._desk.view
         enough = n
 
@@ -48,7 +51,7 @@ class Claiming:
                 return found
             newest = view.head.newest if version is None else version
             oldest = newest - max_lag if max_lag is not None else -1
-            choice = desk.plan.choose(view, self._task, n, sampler, oldest)
+            choice = desk.plan.choose(view, self._task, n, sampler, oldest, apart)
             together = len(choice.taken.keys() | choice.dropped.keys())
             if len(choice.samples) < enough or together > MOST_BLOCKS:
                 choice.samples, choice.taken = [], {}  # nothing yet, or first what is too old
@@ -57,9 +60,14 @@ class Claiming:
         while True:
             choice = await self._commit(decide, deadline)
             if choice is not None:
-                await self._tidying.free(choice.dropped)
+                self._dropped += choice.gone
+                try:
+                    await self._tidying.free(choice.dropped)
+                except BaseException:
+                    self._desk.held.discard(self._name)  # nobody gets what was claimed
+                    raise
                 if choice.taken:
-                    return self._batch(choice, gone=choice.gone)
+                    return self._batch(choice, gone=self._dropped)
             elif not await self._desk.news(deadline):
                 if enough == least:
                     self._desk.held.discard(self._name)
@@ -136,6 +144,8 @@ class Claiming:
                 if claim.id == self._name:
                     taken[block.number] = places
                     samples += [block.samples[at] for at in bits(places)]
+        if self._last is not None and self._last.taken == taken:
+            return self._last  # in the order that the sampler gave it
         return Choice(taken, {}, samples, []) if taken else None
 
     def _change(self, choice: Choice) -> Change[Choice | None]:
@@ -154,6 +164,7 @@ class Claiming:
             compare.append(unchanged(there.entry) if there.entry else absent(key))
             compare.append(same_life(block.entry))
             then.append(put(key, state, over=there.entry))
+        self._last = choice if choice.taken else None
         return Change(compare, then, choice)
 
     def _batch(

@@ -15,6 +15,7 @@ from holdfast.errors import (
     Conflict,
     HoldfastError,
     LeaseLost,
+    Mistake,
     Retriable,
     TimedOut,
     Unavailable,
@@ -63,6 +64,7 @@ class Desk:
         self._following: asyncio.Task[None] | None = None
         self._seat: Seat | None = None
         self._joining = asyncio.Lock()
+        self._closed = False
         self.held: set[str] = set()
         """The claims that somebody in this process has, or is about to have."""
 
@@ -71,11 +73,16 @@ class Desk:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
-        if self._seat is not None:
-            await self._seat.leave()
+        self._closed = True
+        self._tell()
+        try:
+            if self._following is not None:
+                self._following.cancel()
+                await asyncio.gather(self._following, return_exceptions=True)
+        finally:
+            async with self._joining:
+                if self._seat is not None:
+                    await self._seat.leave()
 
     async def _follow(self) -> None:
         async with contextlib.aclosing(follow(self.runtime, self.keys.prefix)) as steps:
@@ -115,6 +122,8 @@ class Desk:
 
     def _check(self) -> None:
         """Whoever waits must not wait for a view that nobody feeds any more."""
+        if self._closed:
+            raise Mistake(f"the queue at {self.keys.prefix} has been closed")
         task = self._following
         if task is not None and task.done() and not task.cancelled():
             raise task.exception() or Unavailable("the queue is not followed any more")
@@ -133,6 +142,7 @@ class Desk:
     async def seat(self) -> Seat:
         """This process's membership; a new one when the last has ended."""
         async with self._joining:
+            self._check()
             if self._seat is not None and not self._seat.believes():
                 await self._seat.leave()
                 self._seat = None
@@ -166,6 +176,7 @@ class Desk:
         life lasts; otherwise `LeaseLost` is raised.
         """
         attempt = 0
+        unsure = False
         while True:
             change = decide()
             if not isinstance(change, Change):
@@ -176,10 +187,11 @@ class Desk:
             try:
                 txn = await self.runtime.ledger.txn(compare, change.then, looks)
                 if txn.succeeded:
+                    unsure = True  # until the view has come to it
                     await self.at_least(txn.revision, deadline)
                     return change.means
                 for look, entry in zip(looks, txn.results, strict=True):
-                    await self._agree(look.key, entry, deadline)
+                    await self._agree(look.key, entry, txn.revision, deadline)
                 if seat is not None and txn.results[-1] is None:
                     # An earlier attempt, whose answer was lost, may have come before the end.
                     again = decide()
@@ -190,16 +202,25 @@ class Desk:
                 failure = Conflict(f"others kept changing {self.keys.prefix}")
             except (Retriable, UnknownOutcome) as error:
                 failure = error
-                await self._catch_up(change.then[0].key, deadline)
+                unsure = unsure or isinstance(error, UnknownOutcome)
+                try:
+                    await self._catch_up(change.then[0].key, deadline)
+                except Retriable as lagging:
+                    if not unsure:
+                        raise
+                    raise UnknownOutcome(
+                        f"a change of {self.keys.prefix} may have taken effect: {lagging}"
+                    ) from error
+                unsure = False  # the next decision sees it, if it did
             attempt += 1
             if self.runtime.now() >= deadline:
                 raise failure
             pause_s = min(0.5, 0.001 * 2 ** min(attempt, 12))
             await self.runtime.sleep(pause_s * (0.5 + self.runtime.random.random()))
 
-    async def _agree(self, key: str, entry: Entry | None, deadline: float) -> None:
+    async def _agree(self, key: str, entry: Entry | None, revision: int, deadline: float) -> None:
         """Wait until the view is at least as new as a reading of one key."""
-        while not self.view.agrees(key, entry):
+        while not self.view.agrees(key, entry, revision):
             if not await self.news(deadline):
                 raise TimedOut(f"the view of {self.keys.prefix} lags behind {key}")
 
@@ -211,7 +232,8 @@ class Desk:
         pause_s = 0.05
         while True:
             try:
-                await self._agree(key, await self.runtime.ledger.get(key), deadline)
+                txn = await self.runtime.ledger.txn([], [Get(key)], [])
+                await self._agree(key, txn.results[0], txn.revision, deadline)
                 return
             except (Retriable, UnknownOutcome):
                 if self.runtime.now() >= deadline:

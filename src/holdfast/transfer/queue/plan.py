@@ -11,7 +11,7 @@
 - A payload is deleted only when every task is done with its sample.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -49,12 +49,27 @@ class Plan:
         there = block.ready(view.config.tasks[task]) & ~state.finished
         return there & ~state.claimed(view.members) if there else 0
 
-    def choose(self, view: View, task: str, n: int, sampler: Sampler, oldest: int) -> Choice:
-        """What to claim now: at most `n` samples; older versions than `oldest` are dropped."""
+    def choose(
+        self,
+        view: View,
+        task: str,
+        n: int,
+        sampler: Sampler,
+        oldest: int,
+        apart: Collection[str] = (),
+    ) -> Choice:
+        """What to claim now: at most `n` samples; older versions than `oldest` are dropped.
+
+        Samples that are `apart` are neither claimed nor dropped.
+        """
         dropped: dict[int, int] = {}
         masks: dict[int, int] = {}
+        kept: dict[int, int] = {}
+        for key in apart:
+            number, place = view.where.get(key, (-1, 0))
+            kept[number] = kept.get(number, 0) | 1 << place
         for block in view.blocks.values():
-            open_now = self.free(view, block, task)
+            open_now = self.free(view, block, task) & ~kept.get(block.number, 0)
             if open_now and block.oldest < oldest:
                 old = sum(1 << at for at in bits(open_now) if block.samples[at].version < oldest)
                 if old and len(dropped) < MOST_BLOCKS:

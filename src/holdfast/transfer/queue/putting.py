@@ -1,18 +1,21 @@
 """Putting samples, and fields that become ready later.
 
-The payloads go to the store first, under keys that name the member's life; then one
-transaction, which that life must outlast, records them. So a payload without a record
-belongs to a member that is at work on it, or to one that is gone, and then it can be deleted.
+The payloads go to the store first, under keys that name the member's life and the attempt,
+so that no attempt ever replaces what another one has recorded; then one transaction, which
+that life must outlast, records them. So a payload without a record belongs to a member that
+is at work on it, or to one that is gone, and then it can be deleted.
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 
 import msgspec
 
 from holdfast.errors import BatchFailed, LeaseLost, Mistake, NoRoom, NotFound
-from holdfast.ledger import absent, same_life
+from holdfast.ledger import absent, same_life, unchanged
 from holdfast.ledger.records import put
 from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
 from holdfast.transfer.queue import adding
@@ -56,9 +59,14 @@ class Putting:
         self._store = store
         self._tidying = tidying
         self._place = place
+        self._numbers = itertools.count(1)
+        self._number = 0
+        """Of the attempt whose payloads are being named: never used twice."""
 
     def _payload(self, seat: Seat, key: str, field: str) -> str:
-        return f"{self._place}/{seat.id}/{key}/{field}"
+        """Where a field is put. The last '/' is the one between sample and field."""
+        field = field.replace("%", "%25").replace("/", "%2F")
+        return f"{self._place}/{seat.id}/{self._number}/{key}/{field}"
 
     async def put(self, items: Sequence[Item], deadline: float) -> dict[str, bool]:
         """Add samples; tells which were new."""
@@ -82,6 +90,7 @@ class Putting:
             return
         await self._room(len(new), 0, deadline)
         seat = await self._desk.seat()
+        self._number = next(self._numbers)
         refs = await self._send(seat, {key: one.fields for key, one in new.items()})
         samples = [
             Sample(key, refs.get(key, {}), one.group, one.version, dict(one.tags))
@@ -93,6 +102,9 @@ class Putting:
                 for sample in await self._add(chunk, seat, deadline):
                     added[sample.key] = True
                     unused.difference_update(sample.fields.values())
+        except _NeverSent as error:
+            await self._drop(unused)  # no transaction speaks of them
+            raise NoRoom(str(error)) from None
         except LeaseLost:
             await self._drop(unused)  # its life is over: nothing can record them any more
             raise
@@ -101,8 +113,12 @@ class Putting:
     async def _send(
         self, seat: Seat, fields: Mapping[str, Mapping[str, object]]
     ) -> dict[str, dict[str, Ref]]:
+        places = {
+            key: {name: self._payload(seat, key, name) for name in some}
+            for key, some in fields.items()
+        }
         values = {
-            self._payload(seat, key, name): value
+            places[key][name]: value
             for key, some in fields.items()
             for name, value in some.items()
         }
@@ -114,14 +130,15 @@ class Putting:
             await self._drop(ref for ref in error.values.values() if isinstance(ref, Ref))
             raise
         return {
-            key: {name: refs[self._payload(seat, key, name)] for name in some}
-            for key, some in fields.items()
+            key: {name: refs[place] for name, place in some.items()}
+            for key, some in places.items()
         }
 
     async def _add(self, samples: list[Sample], seat: Seat, deadline: float) -> list[Sample]:
         """Record samples; returns those that are there with just these payloads."""
         view = self._desk.view
         nbytes = sum(one.nbytes for one in samples if one.fields)
+        sent = False
 
         def mine(sample: Sample) -> bool:
             number, place = view.where.get(sample.key, (-1, 0))
@@ -131,6 +148,7 @@ class Putting:
             return all(there.get(name) == ref for name, ref in sample.fields.items())
 
         def decide() -> Change[list[Sample] | None] | list[Sample] | None:
+            nonlocal sent
             unknown = set(view.unknown(one.key for one in samples))
             new = [one for one in samples if one.key in unknown]
             here = [one for one in samples if one.key not in unknown and mine(one)]
@@ -139,10 +157,14 @@ class Putting:
             if self._full(len(new), nbytes):
                 return None
             compare, then = adding.add(view, self._desk.keys, new, self._desk.block_samples)
+            sent = True
             return Change(compare, then, here + new)
 
         while True:
-            await self._room(len(samples), nbytes, deadline)
+            try:
+                await self._room(len(samples), nbytes, deadline)
+            except NoRoom as error:
+                raise error if sent else _NeverSent(str(error)) from None
             found = await self._desk.commit(decide, deadline, seat=seat)
             if found is not None:
                 return found
@@ -196,6 +218,7 @@ class Putting:
             await desk.refresh(deadline)
         places, new = {}, {}
         for key, some in fields.items():
+            _check_fields(key, some)
             if view.was_done(key):
                 continue  # every task has finished it without these fields, or with them
             if key not in view.where:
@@ -209,6 +232,7 @@ class Putting:
         if not new:
             return
         seat = await desk.seat()
+        self._number = next(self._numbers)
         records: dict[int, dict[int, dict[str, Ref]]] = {}
         for key, refs in (await self._send(seat, new)).items():
             number, at = places[key]
@@ -220,15 +244,29 @@ class Putting:
     async def _record(
         self, number: int, name: str, record: Fields, seat: Seat, deadline: float
     ) -> None:
-        key, view = self._desk.keys.fields(number, name), self._desk.view
+        keys, view = self._desk.keys, self._desk.view
+        key, freed = keys.fields(number, name), keys.freed(number)
+        left: dict[int, dict[str, Ref]] = {}
 
         def decide() -> Change[None] | None:
             block = view.blocks.get(number)
-            if block is None or block.entry is None or name in block.later:
-                return None  # finished by every task without it, or there already
-            return Change([absent(key), same_life(block.entry)], [put(key, record)], None)
+            left.clear()
+            if block is None or block.entry is None:
+                return None  # finished by every task without it
+            left.update(
+                {at: some for at, some in record.fields.items() if not block.freed >> at & 1}
+            )
+            if name in block.later or not left:
+                return None
+            there = block.freed_entry
+            compare = [absent(key), unchanged(there) if there else absent(freed)]
+            compare.append(same_life(block.entry))
+            return Change(compare, [put(key, Fields(fields=dict(left)))], None)
 
         await self._desk.commit(decide, deadline, seat=seat)
+        # A sample that is freed is not looked at again: what came too late for it goes now.
+        late = [some for at, some in record.fields.items() if at not in left]
+        await self._drop(ref for some in late for ref in some.values())
 
     async def _drop(self, refs: Iterable[Ref]) -> None:
         """Delete payloads that no record speaks of. Does its best: `tidy` finds the rest."""
@@ -249,5 +287,46 @@ def _check(items: Sequence[Item]) -> None:
         (twice, _), *_ = Counter(keys).most_common(1)
         raise Mistake(f"{twice!r} is given twice", key=twice)
     for one in items:
-        if type(one.version) is not int or one.version < 0:
-            raise Mistake(f"the version of {one.key!r} is {one.version!r}, not 0 or more")
+        if type(one.version) is not int or not 0 <= one.version < 1 << 63:
+            raise Mistake(
+                f"the version of {one.key!r} is {one.version!r}, not 0 or more", key=one.key
+            )
+        if type(one.group) is not str or not one.group.isprintable():
+            raise Mistake(
+                f"the group of {one.key!r} is {one.group!r}, not plain text", key=one.key
+            )
+        for tag, value in one.tags.items():
+            if type(tag) is not str or not _plain(value):
+                raise Mistake(
+                    f"the tag {tag!r} of {one.key!r} is {value!r}: a tag is text, a finite "
+                    "number, a truth value or None",
+                    key=one.key,
+                )
+        _check_fields(one.key, one.fields)
+
+
+def _check_fields(key: str, fields: Mapping[str, object]) -> None:
+    for name in fields:
+        if type(name) is not str or not name or not name.isprintable():
+            raise Mistake(f"{name!r} is not a name for a field of {key!r}", key=key)
+
+
+def _plain(value: object) -> bool:
+    """Whether a tag can be written to the ledger and read from it as it is."""
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    if type(value) is str:
+        return value.isprintable() or _encodes(value)
+    return value is None or type(value) is bool or (type(value) is float and isfinite(value))
+
+
+def _encodes(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _NeverSent(NoRoom):
+    """No room, and no transaction that might still record the payloads is under way."""

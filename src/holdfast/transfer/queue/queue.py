@@ -16,10 +16,10 @@ sample, its payloads are deleted. `plan.py` has the rules.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from holdfast.errors import BatchFailed, LeaseLost, Mistake, NotFound, Retriable, UnknownOutcome
+from holdfast.errors import HoldfastError, LeaseLost, Mistake, NotFound, TimedOut
 from holdfast.ledger import Ledger, LiveRuntime, Runtime
 from holdfast.ledger.records import update
 from holdfast.timeouts import DEFAULTS
@@ -37,6 +37,7 @@ __all__ = ["LEASE_S", "Queue", "Tasks"]
 
 LEASE_S = DEFAULTS.member_lease_s
 MAX_CLAIM = 10_000
+MAX_TASKS = 16
 
 Tasks = Mapping[str, Iterable[str]] | Sequence[str]
 
@@ -87,9 +88,11 @@ class Queue:
         await self._configure()
         await self._desk.__aenter__()
         try:
-            await self._desk.refresh(self._desk.deadline())
+            deadline = self._desk.deadline()
+            await self._desk.refresh(deadline)
             while self._desk.view.config is None:
-                await self._desk.news(self._desk.deadline())
+                if not await self._desk.news(deadline):
+                    raise TimedOut(f"the queue {self.name!r} could not be read in time")
         except BaseException:
             await self._desk.__aexit__()
             raise
@@ -146,6 +149,7 @@ class Queue:
         least: int | None = None,
         max_lag: int | None = None,
         version: int | None = None,
+        apart: Collection[str] = (),
         timeout_s: float = CALL_S,
     ) -> Batch:
         """Claim `n` samples for a task, or exactly those with these keys.
@@ -153,14 +157,19 @@ class Queue:
         Waits until there are `n` (or `least`, if that is given, when the time is over);
         `TimedOut` otherwise. With `max_lag`, samples made with weights older than `version`
         (the newest that the queue has seen, unless told) by more than that are dropped: they
-        count as done in this task. By keys: those that are acknowledged already are in
-        `Batch.already`; those that another living member claims are waited for.
+        count as done in this task; samples with keys in `apart` are neither claimed nor
+        dropped. By keys: those that are acknowledged already are in `Batch.already`; those that
+        another living member claims are waited for.
         """
         if task not in self.config.tasks:
             names = ", ".join(self.config.tasks)
             raise Mistake(f"the queue {self.name!r} has no task {task!r}: it has {names}")
         if (n is None) == (keys is None):
             raise Mistake("claim either a number of samples or a list of keys")
+        if isinstance(keys, str):
+            raise Mistake(f"give a list of keys, not the one text {keys!r}")
+        if (max_lag or 0) < 0 or (version or 0) < 0:
+            raise Mistake(f"max_lag and version are 0 or more, not {max_lag} and {version}")
         if n is not None and not 1 <= (least or n) <= n <= MAX_CLAIM:
             raise Mistake(f"claim 1 to {MAX_CLAIM} samples at once (least {least}), not {n}")
         deadline = self._desk.deadline(timeout_s)
@@ -169,7 +178,9 @@ class Queue:
             claiming = self.claiming_kind(self._desk, self._store, self._tidying, task, seat)
             try:
                 if n is not None:
-                    return await claiming.some(n, least or n, sampler, max_lag, version, deadline)
+                    return await claiming.some(
+                        n, least or n, sampler, max_lag, version, deadline, apart
+                    )
                 return await claiming.exactly(list(keys or ()), deadline)
             except LeaseLost:
                 if self.runtime.now() >= deadline:
@@ -205,7 +216,7 @@ class Queue:
     async def _tidy(self) -> None:
         while True:
             await self.runtime.sleep(self._lease_s * (2.0 + 2.0 * self.runtime.random.random()))
-            with contextlib.suppress(Retriable, UnknownOutcome, BatchFailed):
+            with contextlib.suppress(HoldfastError):  # it is tried again, for ever
                 await self.tidy()
 
 
@@ -215,10 +226,15 @@ def _config(tasks: Tasks | None, max_samples: int, max_bytes: int) -> Config | N
     if isinstance(tasks, str):
         raise Mistake(f"give a list of tasks, not the one text {tasks!r}")
     named = tasks if isinstance(tasks, Mapping) else dict.fromkeys(tasks, ())
+    for name, fields in named.items():
+        if isinstance(fields, str):
+            raise Mistake(f"task {name!r}: give a list of fields, not the one text {fields!r}")
     needs = {name: tuple(fields) for name, fields in named.items()}
-    if not needs:
-        raise Mistake("a queue needs at least one task")
-    for name in needs:
+    if not 1 <= len(needs) <= MAX_TASKS:
+        raise Mistake(f"a queue needs at least one task, and has at most {MAX_TASKS}")
+    for name, fields in needs.items():
+        if not all(type(one) is str and one and one.isprintable() for one in fields):
+            raise Mistake(f"task {name!r}: {fields!r} are not names of fields")
         if not name or "/" in name or not name.isprintable():
             raise Mistake(f"{name!r}: a task has a plain name without '/'")
     if max_samples < 1 or max_bytes < 1:

@@ -9,7 +9,7 @@ record goes, and `finished/TASK` says so: whoever comes back with an older check
 the samples it would need are consumed, and is not given others in their place.
 """
 
-from holdfast.errors import Gone, Mistake, Retriable, TimedOut, UnknownOutcome
+from holdfast.errors import Fenced, Gone, Mistake, Retriable, TimedOut, UnknownOutcome
 from holdfast.ledger import Delete, absent
 from holdfast.ledger.records import Record, decode, load, put, update
 from holdfast.transfer.queue.batch import Batch
@@ -60,16 +60,37 @@ class Steps:
             stored = await load(self._runtime.ledger, self._key(step), StepRecord)
             left_s = max(0.0, deadline - self._runtime.now())
             if stored is not None:
-                return await self._queue.claim(
-                    self._task, keys=stored.record.keys, timeout_s=left_s
-                )
+                return await self._again(step, stored.record, left_s)
             await self._check(step)
             batch = await self._queue.claim(
-                self._task, n, sampler=sampler, max_lag=max_lag, version=version, timeout_s=left_s
+                self._task,
+                n,
+                sampler=sampler,
+                max_lag=max_lag,
+                version=version,
+                apart=await self._taken(),
+                timeout_s=left_s,
             )
-            if await self._write(step, StepRecord(keys=tuple(batch.keys)), deadline):
+            # Whoever wrote these into a step lost them after `apart` was read.
+            ours = not (await self._taken()).intersection(batch.keys)
+            if ours and await self._write(step, batch, deadline):
                 return batch
             await batch.release()  # somebody was quicker: take what he wrote
+
+    async def _again(self, step: int, record: StepRecord, timeout_s: float) -> Batch:
+        """The batch of a step that is written."""
+        batch = await self._queue.claim(self._task, keys=record.keys, timeout_s=timeout_s)
+        if batch.already:
+            await batch.release()
+            raise Gone(
+                f"step {step} of {self._task!r}: {len(batch.already)} of its {len(record.keys)} "
+                "samples are consumed: go on from the newest checkpoint"
+            )
+        return batch
+
+    async def _taken(self) -> set[str]:
+        """The samples of all steps that are written, whether anybody claims them or not."""
+        return {key for keys in (await self.written()).values() for key in keys}
 
     async def _check(self, step: int) -> None:
         """Refuse to begin a step again that is done with, or that others were begun behind."""
@@ -81,12 +102,12 @@ class Steps:
                 "is taken. Go on from the newest checkpoint"
             )
 
-    async def _write(self, step: int, record: StepRecord, deadline: float) -> bool:
-        """Write a step's record, once; False when there is another one."""
-        key = self._key(step)
+    async def _write(self, step: int, batch: Batch, deadline: float) -> bool:
+        """Write a step's record, once, while its samples are ours; False when that fails."""
+        key, record = self._key(step), StepRecord(keys=tuple(batch.keys))
         while True:
             try:
-                await self._runtime.ledger.txn([absent(key)], [put(key, record)], [])
+                await self._runtime.ledger.txn([absent(key), batch.alive], [put(key, record)], [])
                 stored = await load(self._runtime.ledger, key, StepRecord)
                 return stored is not None and stored.record.keys == record.keys
             except (Retriable, UnknownOutcome):
@@ -126,12 +147,17 @@ class Steps:
 
     async def finish(self, step: int, batch: Batch | None = None) -> None:
         """A step's effect is durable: acknowledge its samples, and forget it."""
+        try:
+            if batch is not None:
+                await batch.acknowledge()
+        except Fenced:
+            batch = None  # the step is written: nobody else gets its samples but by their keys
         if batch is None:
             stored = await load(self._runtime.ledger, self._key(step), StepRecord)
             if stored is None:
                 return
             batch = await self._queue.claim(self._task, keys=stored.record.keys)
-        await batch.acknowledge()
+            await batch.acknowledge()
         await update(
             self._runtime,
             self._finished,

@@ -86,8 +86,10 @@ class SyncQueue:
     def close(self) -> None:
         """Leave. What was claimed and not acknowledged is given to others at once."""
         if not self._loop.stopped:
-            self._loop.run(self._stack.aclose())
-            self._loop.stop()
+            try:
+                self._loop.run(self._stack.aclose())
+            finally:
+                self._loop.stop()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the queue's own event loop, and wait for it."""

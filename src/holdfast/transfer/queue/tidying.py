@@ -8,7 +8,7 @@ replaced by its keys, so that none of its samples can be added again.
 import contextlib
 from collections.abc import Iterable
 
-from holdfast.errors import BatchFailed, Retriable, UnknownOutcome
+from holdfast.errors import HoldfastError
 from holdfast.ledger import Delete, Op, absent, unchanged
 from holdfast.ledger.records import Record, put
 from holdfast.transfer.frame import Ref
@@ -19,7 +19,7 @@ from holdfast.transfer.store import Store
 
 __all__ = ["Tidying"]
 
-_MOST_OPS = 100
+_MOST_OPS = 90
 
 
 class Tidying:
@@ -40,7 +40,7 @@ class Tidying:
             block = desk.view.blocks.get(number)
             if block is None or block.entry is None:
                 continue
-            with contextlib.suppress(Retriable, UnknownOutcome, BatchFailed):
+            with contextlib.suppress(HoldfastError):  # `tidy` tries again
                 places = desk.plan.freeable(desk.view, block)
                 if places:
                     await self._store.adelete(self._refs(block, places))
@@ -70,21 +70,26 @@ class Tidying:
         """Replace a block by its keys when all of it is deleted and nothing is added any more."""
         desk, keys, view = self._desk, self._desk.keys, self._desk.view
 
-        def decide() -> Change[None] | None:
+        def decide() -> Change[bool] | bool:
             block = view.blocks.get(number)
             if block is None or block.entry is None or number >= view.head.block:
-                return None
-            if block.freed != block.all or len(block.later) > _MOST_OPS:
-                return None
+                return False
+            if block.freed != block.all:
+                return False
+            assert block.freed_entry is not None
+            compare = [unchanged(block.entry), unchanged(block.freed_entry)]
+            if len(block.later) > _MOST_OPS:  # more than one transaction can delete
+                some = list(block.later)[:_MOST_OPS]
+                return Change(compare, [Delete(keys.fields(number, one)) for one in some], True)
             parts = view.parts(block)
             then: list[Op] = [Delete(keys.block(number)), *(Delete(key) for key in parts)]
             then.append(put(keys.done(number), done(Block(samples=tuple(block.samples)))))
             too_many = max(0, len(view.done) + 1 - self.remember)
             then += [Delete(keys.done(old)) for old in list(view.done)[: min(10, too_many)]]
-            assert block.freed_entry is not None
-            return Change([unchanged(block.entry), unchanged(block.freed_entry)], then, None)
+            return Change(compare, then, False)
 
-        await desk.commit(decide, desk.deadline())
+        while await desk.commit(decide, desk.deadline()):
+            pass
 
     async def tidy(self) -> None:
         """Look at everything: what those who died in the middle of something have left."""

@@ -188,11 +188,14 @@ class View:
     def _there(self) -> Iterator[BlockView]:
         return (block for block in self.blocks.values() if block.entry is not None)
 
-    def agrees(self, key: str, entry: Entry | None) -> bool:
-        """Whether this view is at least as new as a reading of one key."""
+    def agrees(self, key: str, entry: Entry | None, revision: int) -> bool:
+        """Whether this view is at least as new as a reading of one key at a revision.
+
+        It may be newer: what was read may be changed, gone, or there again by now.
+        """
         if entry is None:
-            return key not in self._changed
-        return self._changed.get(key, 0) >= entry.mod_revision
+            return self._changed.get(key, revision + 1) > revision
+        return self.revision >= entry.mod_revision
 
     def _set(self, key: str, entry: Entry | None) -> None:
         if entry is None:

@@ -118,6 +118,7 @@ class ShmBackend(Backend):
             yield dict(zip(wanted, answer, strict=True))
         finally:
             for fd in held.values():
+                session.viewing.discard(fd)
                 session.locks.drop(fd)
 
     def _view(
@@ -128,8 +129,10 @@ class ShmBackend(Backend):
             found = [one for one in found if len(one[1])]
             for name in {batch.segment.name for batch, _, _ in found} - held.keys():
                 held[name] = session.locks.wait(name, exclusive=False)
-            # From here on nothing can be filled anew; what already was is looked for again.
-            if any(batch.void() for batch, _, _ in found):
+                session.viewing.add(held[name])
+            # From here on nothing can be filled anew or given back; what already was, or was
+            # deleted or moved before that, is looked for again.
+            if any(batch.void() or batch.dead()[at].any() for batch, at, _ in found):
                 continue
             for segment, some in _by_segment(found):
                 _map_privately(segment, some, answer)
@@ -145,22 +148,18 @@ class ShmBackend(Backend):
             lower, doomed = self._doomed(session, left)
             try:
                 # What was replaced goes first, or it would be there again for a moment.
-                moved = burial.bury(session.locks, lower, wait=True)
-                moved += burial.bury(session.locks, doomed, wait=True)
+                again = _all_keys(burial.bury(session.locks, lower, wait=True))
+                moved = _all_keys(burial.bury(session.locks, doomed, wait=True))
             except Unavailable as error:
                 return answer | {key: Unavailable(str(error), key=key) for key in left}
-            again = {key for batch, at in moved for key in _keys(batch, at)}
             with session.mutex:
                 index = session.catalog.index
                 for batch, positions in (*lower, *doomed):
                     index.forget(index.name(batch, positions))
-            for batch, positions in doomed:
-                for key in _keys(batch, positions):
-                    answer[key] = True
-            if not again:
+            answer |= dict.fromkeys(_all_keys(doomed) - moved, True)
+            left = {key: wanted[key] for key in again | moved}
+            if not left:
                 return answer
-            answer |= dict.fromkeys(again, False)
-            left = {key: wanted[key] for key in again}
         return answer | {
             key: Unavailable(f"{key} is moved faster than it is found", key=key) for key in left
         }
@@ -181,6 +180,13 @@ class ShmBackend(Backend):
                 right = [keys[at] for _, _, which in found for at in which.tolist()]
                 lower = [n for key in right if key in index.older for n in index.all_of(key)[:-1]]
             return index.groups(lower), [(batch, at) for batch, at, _ in found if len(at)]
+
+    def newest(self) -> int:
+        """The highest generation that was seen."""
+        session = self.session()
+        with session.mutex:
+            session.catalog.refresh()
+            return session.catalog.index.newest
 
     def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
         """Whether something is there."""
@@ -224,8 +230,8 @@ def _in_order(which: Ints, positions: Ints) -> bool:
     return bool((which == everything).all() and (positions == everything).all())
 
 
-def _keys(batch: Batch, positions: Ints) -> Iterable[str]:
-    return (batch.keys[one] for one in positions.tolist())
+def _all_keys(groups: Iterable[Group]) -> set[str]:
+    return {batch.keys[one] for batch, positions in groups for one in positions.tolist()}
 
 
 def _spans(batch: Batch, positions: Ints, base: int = 0) -> Iterable[slice]:

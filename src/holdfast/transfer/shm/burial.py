@@ -27,7 +27,10 @@ _TWINS = "twins.lock"
 
 
 def bury(locks: Locks, groups: list[Group], *, wait: bool) -> list[Group]:
-    """Kill these values. Returns those whose segment has been filled anew, or was busy."""
+    """Kill these values. Returns those whose segment has been filled anew, or was busy.
+
+    With `wait`, also those that are dead already: perhaps they were moved, and live elsewhere.
+    """
     left: list[Group] = []
     for batch, positions in groups:
         name = batch.segment.name
@@ -45,6 +48,8 @@ def bury(locks: Locks, groups: list[Group], *, wait: bool) -> list[Group]:
                 left.append((batch, positions))
                 continue
             dead = batch.dead()
+            if wait and (before := dead[positions] != 0).any():
+                left.append((batch, positions[before]))
             middle = len(positions) // 2
             dead[positions[:middle]] = 1
             faults.point(HALF)

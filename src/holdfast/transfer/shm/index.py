@@ -34,6 +34,8 @@ class Index:
         self.older: dict[str, list[int]] = {}
         self.losers: list[int] = []
         """Values that were replaced, seen since somebody last took this list. No twins."""
+        self.newest = 0
+        """The highest generation that was seen."""
         self._batches: dict[int, Batch] = {}
         self._next = 1
 
@@ -42,6 +44,7 @@ class Index:
         batch.number = self._next
         self._next += 1
         self._batches[batch.number] = batch
+        self.newest = max(self.newest, batch.newest())
         base = batch.number << _SHIFT
         dead = batch.dead().copy()  # others go on writing there
         keys: Sequence[str] = batch.keys

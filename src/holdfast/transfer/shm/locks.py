@@ -10,7 +10,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from holdfast.errors import Unavailable
@@ -80,9 +80,12 @@ class Locks:
         finally:
             self.drop(fd)
 
-    def abandon(self) -> None:
-        """Close everything: the end, or a child that must not keep its parent's locks."""
+    def abandon(self, *, keep: Collection[int] = ()) -> None:
+        """Close everything: the end, or a child that must not keep its parent's locks.
+
+        At the end, those of views that are still in use are kept: who has them drops them.
+        """
         self._mutex = threading.Lock()  # after a fork, another thread may have held it
-        held, self._held = self._held, set()
-        for fd in held:
+        held, self._held = self._held, self._held & set(keep)
+        for fd in held - self._held:
             os.close(fd)

@@ -225,6 +225,8 @@ class Room:
             return 0
         try:
             faults.point(RELEASE)
+            # Its owner may have put something here since we last looked. Now nobody can.
+            self._catalog.refresh()
             if segment.table.life(segment.number) != segment.life or segment.living():
                 return 0
             # The dead-bytes stay: readers who still know these values must see them dead.

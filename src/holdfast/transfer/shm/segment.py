@@ -70,6 +70,10 @@ class Batch:
             return self.generation, self.stamp
         return int(self.versions[0][position]), int(self.versions[1][position])
 
+    def newest(self) -> int:
+        """The highest generation in it."""
+        return self.generation if self.versions is None else int(self.versions[0].max())
+
     def all_versions(self) -> tuple[Ints, Ints]:
         """Generations and stamps of all values."""
         if self.versions is not None:

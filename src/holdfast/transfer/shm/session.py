@@ -43,6 +43,8 @@ class Session:
 
     def __init__(self, name: str, segment: int | None, budget: int | None) -> None:
         self.mutex = threading.RLock()
+        self.viewing: set[int] = set()
+        """The locks of the views that are open."""
         self.writing = threading.RLock()
         self.folder, self.locks, self.config = open_folder(name, segment, budget)
         try:
@@ -145,7 +147,7 @@ class Session:
         """Let go of all locks. Maps go when nobody uses them any more."""
         with self.writing, self.mutex:
             self.writer.close_segment()
-            self.locks.abandon()
+            self.locks.abandon(keep=self.viewing)
 
 
 class FrameItems:
