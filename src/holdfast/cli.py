@@ -27,9 +27,12 @@ _COMMANDS = {
     "chaos": ("holdfast.chaos.commands", "chaos", "Break things on purpose, by seed."),
     "doctor": ("holdfast.doctor", "doctor", "Check this machine and a configuration."),
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
+    "launch": ("holdfast.launch.commands", "launch", "Run a program on several nodes."),
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
+    "nodes": ("holdfast.launch.commands", "nodes", "Move nodes of a run out, or back in."),
     "queue": ("holdfast.transfer.commands", "queue", "Look into a queue of samples."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
+    "status": ("holdfast.launch.commands", "status", "Show the nodes of a run."),
     "transfer": ("holdfast.transfer.commands", "transfer", "Look into a store of values."),
     "weights": (
         "holdfast.weights.commands",

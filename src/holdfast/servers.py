@@ -341,6 +341,8 @@ class MooncakeServer(Server):
         argv += [f"--metrics_port={self.admin_port}", "--logtostderr"]
         # What was put stays until it is deleted: this is a store, not a cache.
         argv += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
+        # A holder that a busy machine keeps from answering is not dead: its values would be lost.
+        argv += ["--client_ttl=60"]
         return [*argv, *self._args]
 
     def ready(self) -> bool:

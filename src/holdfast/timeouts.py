@@ -115,6 +115,12 @@ RULES: tuple[Rule, ...] = (
         "member_lease_s",
         "etcd silently lengthens a shorter lease, and what a dead member had claimed waits",
     ),
+    Rule(
+        "etcd_min_lease_s",
+        "<=",
+        "node_lease_s",
+        "etcd silently lengthens a shorter lease, and a dead node holds its rank for longer",
+    ),
 )
 
 
@@ -160,6 +166,9 @@ class Timeouts(BaseModel):
     )
     foreign_lease_s: float = _seconds(
         600.0, "How long a consumer that only writes marker files counts as alive."
+    )
+    node_lease_s: float = _seconds(
+        5.0, "How long a node of a run holds its rank after its last sign of life."
     )
     member_lease_s: float = _seconds(
         10.0, "How long a member of a queue keeps what it claimed after its last sign of life."

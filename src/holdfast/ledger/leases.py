@@ -33,6 +33,11 @@ class Keeper:
         """The lease's number, for `Put(..., lease=keeper.id)`."""
         return self.lease.id
 
+    @property
+    def valid_until(self) -> float:
+        """Until when the lease lives for certain, on our own clock; in the past once it is lost."""
+        return self._valid_until
+
     def believes(self) -> bool:
         """Whether the lease should still be alive, by our own clock."""
         return not self.lost.is_set() and self._runtime.now() < self._valid_until

@@ -48,6 +48,9 @@ class Protocol(abc.ABC):
     values: MemoryBackend
     """The store's values as they really are, for invariants only. Set by the world."""
 
+    def prepare(self, seed: int) -> None:  # noqa: B027 -- most are alike in every schedule
+        """Choose what differs from schedule to schedule (the number of nodes, rules)."""
+
     @abc.abstractmethod
     async def run(self, runtime: Runtime, name: str) -> None:
         """One process, from its start; called again when it is restarted."""

@@ -114,6 +114,7 @@ class World:
     ) -> None:
         self.protocol = protocol
         self.seed = seed
+        protocol.prepare(seed)
         self.loop = VirtualLoop()  # type: ignore[abstract]  # it has what its users call
         self.store = Store()
         protocol.truth = self.store

@@ -13,6 +13,7 @@ _SOUND = {
     "election": "leader election with fencing tokens (the ledger's own small protocol)",
     "fleet": "replicas go from version to version together",
     "queue": "put, claim, fetch, acknowledge: promises 3 and 4",
+    "rendezvous": "nodes meet, hold ranks, are replaced, leave together: promise 5",
     "weights": "publish, pin, load, acknowledge, sweep: promise 6",
 }
 

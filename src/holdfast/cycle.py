@@ -1,0 +1,94 @@
+"""For training code: do something within this worker's cycle, or not at all.
+
+    holdfast.cycle.commit({"checkpoint": "ckpt/cycle_3/step_40.pt"})
+    holdfast.cycle.committed("checkpoint")
+
+A worker that was stopped, and wakes up when others have taken over, can still compute and write
+files. What it cannot do is `commit`: that is one transaction that compares the cycle, and raises
+`Fenced` when the cycle is over. So a checkpoint is written below a path of its own (name the cycle
+in it) and exists once it is committed; whoever resumes reads `committed`.
+
+`guard()` is the comparison itself, for transactions of your own.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import Fenced, Mistake, UnknownOutcome
+from holdfast.ledger.sync import SyncLedger, open_sync
+from holdfast.ledger.types import Compare, Get, Op, Put, join
+from holdfast.rendezvous.records import Keys
+
+__all__ = ["commit", "committed", "guard", "number"]
+
+_ATTEMPTS = 3
+
+_lock = threading.Lock()
+_open: dict[tuple[int, str], SyncLedger] = {}
+
+
+def number() -> int:
+    """The number of this worker's cycle; 0 outside of `holdfast launch`."""
+    return int(os.environ.get("HOLDFAST_CYCLE", "0"))
+
+
+def guard() -> Compare:
+    """True, inside a transaction, as long as this worker's cycle runs."""
+    revision = int(_variable("HOLDFAST_CYCLE_REVISION"))
+    return Compare(Keys(_variable("HOLDFAST_RUN")).cycle, "mod", "==", revision)
+
+
+def commit(values: Mapping[str, object]) -> int:
+    """Record values (anything JSON can hold) by name, all or none; returns the revision.
+
+    Raises `Fenced`, and changes nothing, when the cycle is over. Committing the same again does
+    no harm.
+    """
+    puts = [Put(_key(name), msgspec.json.encode(value)) for name, value in values.items()]
+    gets: list[Op] = [Get(put.key) for put in puts]
+    doubt: UnknownOutcome | None = None
+    for _ in range(_ATTEMPTS):
+        try:
+            txn = _ledger().txn([guard()], puts, gets)
+        except UnknownOutcome as error:
+            doubt = error  # sent again it does the same, or finds the cycle over
+            continue
+        there = [entry.value if entry else None for entry in txn.results]
+        if txn.succeeded or (doubt and there == [put.value for put in puts]):
+            return txn.revision
+        raise Fenced(
+            f"cycle {number()} of {_variable('HOLDFAST_RUN')} is over: this worker was replaced, "
+            "and must end"
+        )
+    assert doubt is not None
+    raise doubt
+
+
+def committed(name: str) -> Any:
+    """What was committed under a name, in whichever cycle; None: nothing yet."""
+    entry = _ledger().get(_key(name))
+    return None if entry is None else msgspec.json.decode(entry.value)
+
+
+def _key(name: str) -> str:
+    return join("runs", _variable("HOLDFAST_RUN"), "commits", name)
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise Mistake(f"{name} is not set: start this program with `holdfast launch`")
+    return value
+
+
+def _ledger() -> SyncLedger:
+    """One connection per process; a forked child makes its own."""
+    place = os.getpid(), _variable("HOLDFAST_LEDGER")
+    with _lock:
+        if place not in _open:
+            _open[place] = open_sync(place[1])
+        return _open[place]

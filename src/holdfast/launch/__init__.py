@@ -1,0 +1,1 @@
+"""The node agent: starts, watches and replaces the workers of one node."""

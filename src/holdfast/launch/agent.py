@@ -1,0 +1,205 @@
+"""The agent of one node: joins, starts workers, replaces them, and leaves when the run has ended.
+
+Exit codes, the same for active nodes and spares:
+
+    0     the run has succeeded (also for a node that came when it was over)
+    1     the run has failed: restarts used up, or too few nodes
+    2     the call must be changed (rules that differ from the run's, a name that is taken)
+    3     the ledger was away for too long
+    10    this node is unhealthy and has left; the run goes on without it
+    70    a bug, or this node cannot look after its workers
+    130   interrupted, 143 terminated: this node has left; the run goes on without it
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from holdfast import __version__, events, ledger, machine
+from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
+from holdfast.launch.crew import UNHEALTHY, Leaving, NodeCrew, Settings
+from holdfast.launch.health import examine
+from holdfast.launch.identity import Identity
+from holdfast.launch.logs import Logs
+from holdfast.launch.spec import Spec
+from holdfast.launch.warden import Warden
+from holdfast.launch.warm import WarmPool
+from holdfast.launch.workers import check
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.rendezvous.attend import attend
+from holdfast.rendezvous.records import Cycle, Node, Rules
+from holdfast.rendezvous.rendezvous import Rendezvous
+
+__all__ = ["Plan", "run"]
+
+_RENEWALS = 10
+"""How often per lease the workers' deadline is renewed."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an agent is told."""
+
+    spec: Spec
+    settings: Settings
+    identity: Identity
+    rules: Rules
+    logs: Logs
+    warm: bool = True
+
+
+class NodeLeft(events.Event, frozen=True, tag="launch.node.left"):
+    """This node has left the run."""
+
+    run: str
+    node: str
+    exit_code: int
+    reason: str
+
+
+async def run(plan: Plan) -> int:
+    """Be this node until the run has ended; returns the exit code."""
+    check(plan.spec)
+    wrong = await examine(plan.settings.checks)
+    if wrong is not None:
+        _say(f"this node is unhealthy and does not join: {wrong}")
+        return UNHEALTHY
+    warden = Warden()
+    pool = WarmPool(plan.spec) if plan.warm else None
+    if pool is not None:
+        pool.fill()
+    crew = NodeCrew(plan.spec, plan.settings, plan.logs, pool=pool, warden=warden, say=_say)
+    try:
+        with _signals(crew):
+            code, reason = await _take_part(plan, crew)
+    finally:
+        if pool is not None:
+            await pool.close()
+        await warden.close()
+    events.emit(
+        NodeLeft(run=plan.settings.run, node=plan.identity.name, exit_code=code, reason=reason)
+    )
+    _say(reason)
+    return code
+
+
+async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
+    """Enter the rendezvous, and again whenever the lease was lost."""
+    away_since: float | None = None
+    loop = asyncio.get_running_loop()
+    async with ledger.open(plan.settings.ledger_url) as opened:
+        runtime = LiveRuntime(opened)
+        while True:
+            try:
+                async with _rendezvous(runtime, plan, crew.port()) as rendezvous:
+                    away_since = None
+                    crew.rendezvous = rendezvous
+                    renewals = asyncio.ensure_future(_renew(crew, plan.settings.lease_s))
+                    try:
+                        ended = await attend(runtime, rendezvous, crew)
+                    finally:
+                        renewals.cancel()
+                return _verdict(plan.settings.run, ended, crew)
+            except (LeaseLost, Retriable, UnknownOutcome) as error:
+                if crew.left is not None:
+                    return _verdict(plan.settings.run, None, crew)
+                away_since = away_since or loop.time()
+                if loop.time() - away_since > plan.rules.join_s:
+                    raise Unavailable(f"the ledger was away for too long: {error}") from None
+                _say(f"this node lost its place ({error}) and joins again")
+                await asyncio.sleep(min(1.0, plan.settings.lease_s / 5))
+
+
+def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
+    here = _here()
+    node = Node(
+        cycle=0,
+        address=plan.settings.address,
+        port=port,
+        slots=plan.spec.slots,
+        infra_rank=plan.identity.infra_rank,
+        domain=plan.identity.domain,
+        host=here,
+        pid=os.getpid(),
+        release=__version__,
+    )
+    return Rendezvous(
+        runtime,
+        plan.settings.run,
+        plan.identity.name,
+        node,
+        plan.rules,
+        lease_s=plan.settings.lease_s,
+        is_dead=lambda other: other.host == here and _is_dead(other.pid),
+    )
+
+
+def _here() -> str:
+    """This host, this boot, this pid namespace: where a pid means what it says."""
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{socket.gethostname()}/{machine.boot_id()[:8]}/{space}"
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether nobody has this pid, or we have it: then an earlier life of ours wrote it."""
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+async def _renew(crew: NodeCrew, lease_s: float) -> None:
+    while True:
+        crew.renew()
+        await asyncio.sleep(lease_s / _RENEWALS)
+
+
+def _verdict(name: str, ended: Cycle | None, crew: NodeCrew) -> tuple[int, str]:
+    if ended is None:
+        assert crew.left is not None
+        return crew.left.exit_code, f"this node has left {name}: {crew.left.reason}"
+    cycles = f"{ended.number} cycle{'s' if ended.number > 1 else ''}"
+    if ended.state == "succeeded":
+        return 0, f"{name} has succeeded after {cycles}"
+    return 1, f"{name} has failed after {cycles}: {ended.cause or 'no reason was recorded'}"
+
+
+@contextlib.contextmanager
+def _signals(crew: NodeCrew) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C lets the workers end in peace; the second does not."""
+    loop = asyncio.get_running_loop()
+
+    def hear(number: signal.Signals) -> None:
+        if crew.left is not None:
+            _say(f"{number.name} again: killing the workers")
+            crew.kill()
+            return
+        _say(f"{number.name}: leaving; once more to kill")
+        crew.leave(Leaving(number.name, 128 + number))
+
+    heard = (signal.SIGTERM, signal.SIGINT)
+    handlers: dict[signal.Signals, Callable[[], None]] = {}
+    for number in heard:
+        handlers[number] = lambda number=number: hear(number)  # type: ignore[misc]
+        loop.add_signal_handler(number, handlers[number])
+    try:
+        yield
+    finally:
+        for number in heard:
+            loop.remove_signal_handler(number)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"holdfast: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,282 @@
+"""This node's workers, cycle after cycle: what `attend` starts and stops.
+
+Puts the pieces together: warm interpreters, log files, the warden's deadline, hangs, health. Every
+cycle gets a new port, so that nothing of an old cycle is met on it.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from holdfast import events, procs
+from holdfast.launch import hang
+from holdfast.launch.hang import Limits
+from holdfast.launch.health import Check, examine
+from holdfast.launch.logs import CycleLogs, Logs
+from holdfast.launch.spec import Seat, Spec
+from holdfast.launch.warden import Warden
+from holdfast.launch.warm import WarmPool
+from holdfast.launch.workers import Outcome, Workers
+from holdfast.rendezvous.records import Cause
+from holdfast.rendezvous.rendezvous import Place, Rendezvous
+
+__all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Settings"]
+
+UNHEALTHY = 10
+"""What an unhealthy node exits with."""
+_LOOK_S = 0.5
+_REFILL_S = 5.0
+"""So long after a start new interpreters are made: training has begun by then."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while a node takes part."""
+
+    run: str
+    node: str
+    address: str
+    ledger_url: str
+    max_restarts: int
+    lease_s: float
+    grace_s: float = 10.0
+    limits: Limits = Limits()
+    health_s: float = 60.0
+    checks: dict[str, Check] = {}
+
+    @property
+    def margin_s(self) -> float:
+        """How long before its lease ends a node's workers must be stopped."""
+        return 0.15 * self.lease_s
+
+
+class Leaving(msgspec.Struct, frozen=True):
+    """Why this node leaves, and what its process exits with."""
+
+    reason: str
+    exit_code: int
+
+
+class CrewStarted(events.Event, frozen=True, tag="launch.crew.started"):
+    """The workers of a cycle were started."""
+
+    run: str
+    cycle: int
+    node_rank: int
+    node_count: int
+    world_size: int
+
+
+class CrewEnded(events.Event, frozen=True, tag="launch.crew.ended"):
+    """The workers of a cycle have ended by themselves; `cause` says why, if not with success."""
+
+    run: str
+    cycle: int
+    cause: str = ""
+
+
+class NodeCrew:
+    """The workers of one node. Made in the agent's loop, in its main thread."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        settings: Settings,
+        logs: Logs,
+        *,
+        pool: WarmPool | None,
+        warden: Warden,
+        say: Callable[[str], None],
+    ) -> None:
+        self.rendezvous: Rendezvous | None = None
+        self.left: Leaving | None = None
+        self._spec = spec
+        self._settings = settings
+        self._logs = logs
+        self._pool = pool
+        self._warden = warden
+        self._say = say
+        self._leave = asyncio.Event()
+        self._workers: Workers | None = None
+        self._stopping: Workers | None = None
+        self._files: CycleLogs | None = None
+        self._refill: asyncio.TimerHandle | None = None
+        self._longest_s = 0.0
+
+    # ---- what `attend` asks for --------------------------------------------------
+
+    def port(self) -> int:
+        """A port that nobody uses now."""
+        return procs.free_ports(1, self._settings.address)[0]
+
+    async def start(self, place: Place) -> None:
+        """Start this node's workers."""
+        settings = self._settings
+        seat = Seat(
+            run=settings.run,
+            cycle=place.cycle,
+            node=settings.node,
+            node_rank=place.rank,
+            node_count=place.nodes,
+            first_rank=place.first_rank,
+            world_size=place.world_size,
+            slots=place.slots,
+            master_addr=place.address,
+            master_port=place.port,
+            restarts=place.cycle - 1,
+            max_restarts=settings.max_restarts,
+            ledger_url=settings.ledger_url,
+            cycle_revision=place.revision,
+        )
+        self._say(
+            f"cycle {place.cycle}: node {place.rank} of {place.nodes}, "
+            f"ranks {place.first_rank} to {place.first_rank + place.slots - 1} "
+            f"of {place.world_size}"
+        )
+        self._files = self._logs.cycle(seat)
+        self._workers = await Workers.start(
+            self._spec, seat, self._pool, self._files, guard=self._guard
+        )
+        for start in self._workers.starts:
+            events.emit(start)
+        events.emit(
+            CrewStarted(
+                run=seat.run,
+                cycle=seat.cycle,
+                node_rank=seat.node_rank,
+                node_count=seat.node_count,
+                world_size=seat.world_size,
+            )
+        )
+        if self._pool is not None:
+            loop = asyncio.get_running_loop()
+            self._refill = loop.call_later(_REFILL_S, self._pool.refill)
+
+    async def outcome(self) -> Cause | None:
+        """Wait until the workers have ended, or one hangs."""
+        workers = self._workers
+        assert workers is not None
+        ended = asyncio.ensure_future(workers.wait())
+        hangs = asyncio.ensure_future(self._watch_for_hangs(workers))
+        try:
+            await asyncio.wait(
+                (ended, hangs, self._warden.failed), return_when=asyncio.FIRST_COMPLETED
+            )
+            cause = self._cause(
+                ended.result() if ended.done() else None, hangs.result() if hangs.done() else None
+            )
+        finally:
+            ended.cancel()
+            hangs.cancel()
+        await self._collect(0.0 if cause is None else self._settings.grace_s)
+        events.emit(
+            CrewEnded(
+                run=self._settings.run, cycle=workers.seat.cycle, cause=str(cause) if cause else ""
+            )
+        )
+        return cause
+
+    async def stop(self, cause: Cause | None) -> None:
+        """Stop whatever runs; before that, tell where it was if something hangs."""
+        if self._workers is None:
+            return
+        if cause is not None and cause.kind == "hung":
+            await self._tell_stacks(self._workers)
+        await self._collect(self._settings.grace_s)
+
+    async def leaving(self) -> str:
+        """Wait until this node is to leave."""
+        checkups = asyncio.ensure_future(self._check_health())
+        try:
+            await self._leave.wait()
+        finally:
+            checkups.cancel()
+        assert self.left is not None
+        return self.left.reason
+
+    # ---- what the agent does ---------------------------------------------------
+
+    def leave(self, leaving: Leaving) -> None:
+        """Ask this node to leave. The first reason counts."""
+        if self.left is None:
+            self.left = leaving
+            self._leave.set()
+
+    def kill(self) -> None:
+        """End the workers at once, without waiting for anything."""
+        for workers in (self._workers, self._stopping):
+            for worker in workers.workers if workers is not None else ():
+                worker.process.signal_group(signal.SIGKILL)
+
+    def renew(self) -> None:
+        """Let the workers live for as long as this node's lease certainly does."""
+        if self.rendezvous is not None and not self._warden.failed.done():
+            self._warden.renew(self.rendezvous.valid_until - self._settings.margin_s)
+
+    # ---- inside --------------------------------------------------------------------
+
+    def _guard(self, pids: Sequence[int]) -> None:
+        self.renew()
+        self._warden.guard(pids)
+
+    def _cause(self, outcome: Outcome | None, hung: str | None) -> Cause | None:
+        if outcome is not None and outcome.success:
+            return None
+        if outcome is not None and outcome.first is not None:
+            self._say(str(outcome.first))
+            return Cause(kind="failed", detail=str(outcome.first)[:2000])
+        if hung is not None:
+            return Cause(kind="hung", detail=hung)
+        if self._warden.failed.done():
+            self.leave(Leaving(self._warden.failed.result(), 70))
+            return Cause(kind="failed", detail=self._warden.failed.result())
+        return Cause(kind="failed", detail="the workers were stopped from outside")
+
+    async def _watch_for_hangs(self, workers: Workers) -> str:
+        awake_since_s = last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            if now_s - last_s > 10 * _LOOK_S:
+                awake_since_s = now_s  # we were stopped, and maybe the workers too
+            last_s = now_s
+            beats = workers.beats()
+            self._longest_s = max([self._longest_s, *(b.longest_s for b in beats.values())])
+            limits = msgspec.structs.replace(self._settings.limits, longest_s=self._longest_s)
+            found = hang.judge(beats, now_s, limits, awake_since_s=awake_since_s)
+            if found is not None:
+                self._say(str(found))
+                await self._tell_stacks(workers)
+                return str(found)
+
+    async def _tell_stacks(self, workers: Workers) -> None:
+        text = await hang.dump(workers.workers)
+        assert self._files is not None
+        path = self._files.folder / f"stacks_{self._settings.node}.txt"
+        path.write_text(text)
+        self._say(f"stacks of all workers of this node: {path}\n{text}")
+
+    async def _collect(self, grace_s: float) -> None:
+        """Nothing of the workers is left after this."""
+        workers, self._workers = self._workers, None
+        self._stopping = workers
+        files, self._files = self._files, None
+        if self._refill is not None:
+            self._refill.cancel()
+        if workers is not None:
+            await workers.stop(grace_s)
+            self._stopping = None
+            if not self._warden.failed.done():
+                self._warden.release()
+        if files is not None:
+            await asyncio.to_thread(files.close)
+
+    async def _check_health(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.health_s)
+            wrong = await examine(self._settings.checks)
+            if wrong is not None:
+                self.leave(Leaving(f"unhealthy: {wrong}", UNHEALTHY))
+                return

@@ -1,0 +1,130 @@
+"""A rendezvous for people: who holds which rank, who waits, and what went wrong."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import NotFound
+from holdfast.ledger.base import Ledger
+from holdfast.rendezvous.board import Board
+from holdfast.rendezvous.records import Cycle, Keys
+from holdfast.text import age, clean, plural, table
+
+__all__ = ["Overview", "lines", "look"]
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as it stands."""
+
+    name: str
+    rank: int | None
+    state: str
+    """active, finished, spare, stopping, drained or gone"""
+    address: str = ""
+    slots: int = 0
+    domain: str = ""
+    release: str = ""
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's membership at one revision."""
+
+    run: str
+    cycle: Cycle
+    nodes: tuple[NodeView, ...]
+    revision: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+async def look(ledger: Ledger, run: str) -> Overview:
+    """Read a run's membership, at one revision."""
+    keys = Keys(run)
+    found = await ledger.range(keys.root)
+    board = Board(keys, found.entries)
+    view = board.view()
+    if view is None:
+        raise NotFound(f"there is no run {run!r} in this ledger", key=keys.cycle)
+    cycle = view.cycle
+    seen: dict[str, NodeView] = {}
+    for rank, member in enumerate(cycle.members):
+        there = view.nodes.get(member.name)
+        alive = there is not None and there[0] == member.life
+        state = "gone"
+        if alive and there is not None:
+            state = "active" if cycle.state == "running" else _waiting(there[1].cycle, cycle)
+        if rank in view.ends and cycle.state != "open":
+            state = "finished"
+        seen[member.name] = NodeView(
+            name=member.name,
+            rank=rank,
+            state=state,
+            address=member.address,
+            slots=member.slots,
+            domain=member.domain,
+            release=there[1].release if there else "",
+        )
+    for name, (life, node) in sorted(view.nodes.items()):
+        if name in seen and seen[name].state != "gone":
+            continue
+        drained = name in view.drained
+        seen[f"{name}/{life}"] = NodeView(
+            name=name,
+            rank=None,
+            state="drained" if drained else _waiting(node.cycle, cycle),
+            address=node.address,
+            slots=node.slots,
+            domain=node.domain,
+            release=node.release,
+        )
+    return Overview(run=run, cycle=cycle, nodes=tuple(seen.values()), revision=found.revision)
+
+
+def _waiting(ready_for: int, cycle: Cycle) -> str:
+    if ready_for != cycle.number:
+        return "stopping"
+    return "ready" if cycle.state == "open" else "spare"
+
+
+def lines(view: Overview, now: float | None = None) -> list[str]:
+    """The overview as text."""
+    cycle = view.cycle
+    now = time.time() if now is None else now
+    counts: Mapping[str, int] = {
+        state: sum(node.state == state for node in view.nodes)
+        for state in ("active", "finished", "spare", "ready", "stopping", "drained", "gone")
+    }
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    rules = cycle.rules
+    budget = f"{len(cycle.restarts)} of {rules.max_restarts} restarts used"
+    out = [
+        f"{clean(view.run)}: cycle {cycle.number} {cycle.state}; {told or 'nobody is there'}",
+        f"{rules.minimum} to {rules.maximum} nodes, {plural(rules.spares, 'spare')}; {budget}",
+    ]
+    if view.nodes:
+        out.append("")
+        rows = [
+            (
+                "" if node.rank is None else str(node.rank),
+                clean(node.name),
+                node.state,
+                clean(node.address),
+                str(node.slots),
+                clean(node.domain),
+            )
+            for node in view.nodes
+        ]
+        heads = ("RANK", "NODE", "STATE", "ADDRESS", "WORKERS", "DOMAIN")
+        out += table(heads, rows, right="r   r")
+    if cycle.history:
+        out += ["", "last failures:"]
+        out += [
+            f"  cycle {cause.cycle}, {age(max(0.0, now - cause.at))} ago: {clean(str(cause))}"
+            for cause in cycle.history[-5:]
+        ]
+    return out

@@ -1,0 +1,375 @@
+"""One node's part in a rendezvous: be there, hear of cycles, say how it went.
+
+    async with Rendezvous(runtime, "my-run", "node-3", node, rules) as rendezvous:
+        head = rendezvous.head
+        while not head.record.final:
+            if head.record.state == "open":
+                ...stop the workers of the cycle before...
+                await rendezvous.ready(head)
+            elif (place := rendezvous.place(head)) is not None:
+                ...start workers; when all have succeeded:
+                await rendezvous.succeed(head)
+                ...when one has failed:
+                await rendezvous.restart(head, Cause(kind="failed", detail=...))
+            head = await rendezvous.changed(head)
+
+Promises (5): members of a cycle agree on ranks and world size, because there is one record of
+them; nothing of an old cycle counts in a new one; a success is recorded before `changed` tells
+anybody to leave; a node that was paused beyond its lease changes nothing, because what it would
+change compares the cycle's record, or hangs on its lease.
+
+A node costs the ledger the same number of messages however many others there are: it follows two
+keys.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import msgspec
+
+from holdfast.errors import (
+    Gone,
+    HoldfastError,
+    LeaseLost,
+    Mistake,
+    Retriable,
+    UnknownOutcome,
+)
+from holdfast.ledger.follow import follow
+from holdfast.ledger.leases import Keeper
+from holdfast.ledger.records import Stored, decode, load, put
+from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.types import (
+    Compare,
+    Delete,
+    Entry,
+    Get,
+    Op,
+    Put,
+    Txn,
+    absent,
+    same_life,
+    unchanged,
+)
+from holdfast.rendezvous.closer import Duty
+from holdfast.rendezvous.decide import begin
+from holdfast.rendezvous.decide import restart as restarted
+from holdfast.rendezvous.records import Cause, Closer, Cycle, End, Keys, Node, Rules
+
+__all__ = ["Place", "Rendezvous"]
+
+_PAUSE_S = 0.05
+_PAUSE_MAX_S = 2.0
+_NAME_TAKEN_LEASES = 3
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a member needs to know about its place in a running cycle."""
+
+    cycle: int
+    revision: int
+    """That of the cycle's record: compare it, and you act within this cycle or not at all."""
+    rank: int
+    """This node's rank among the nodes."""
+    nodes: int
+    first_rank: int
+    """The rank of this node's first worker among all workers."""
+    world_size: int
+    slots: int
+    address: str
+    """Where rank 0 is reached, and on which port it will listen."""
+    port: int
+
+
+class Rendezvous:
+    """A node that takes part. Use `async with`; leaving it ends the node's lease.
+
+    Entering raises `Mistake` when the rules are not those of the run or the name is taken, and
+    `Unavailable` when the ledger is not reached. When the lease is lost every call raises
+    `LeaseLost`: stop the workers, leave, and enter anew.
+    """
+
+    duty: type[Duty] = Duty
+    _trouble: HoldfastError | None = None
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        run: str,
+        name: str,
+        node: Node,
+        rules: Rules,
+        *,
+        lease_s: float = 5.0,
+        unix: Callable[[], float] = time.time,
+        is_dead: Callable[[Node], bool] = lambda _: False,
+    ) -> None:
+        rules.check()
+        self._runtime = runtime
+        self._keys = Keys(run)
+        self._name = name
+        self._key = self._keys.node(name)
+        self._node = node
+        self._rules = rules
+        self._lease_s = lease_s
+        self._unix = unix
+        self._is_dead = is_dead
+        self._head: Stored[Cycle]
+        self._closer: Entry | None = None
+        self._entry: Entry | None = None
+        self._news = asyncio.Event()
+        self._keeper: Keeper
+        self._stack = contextlib.AsyncExitStack()
+
+    # ---- life ----------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            self._keeper = await stack.enter_async_context(Keeper(self._runtime, self._lease_s))
+            self._head = await self._first_head()
+            if not self._head.record.final:
+                await self._enter_node()
+            for work, name in ((self._follow(), "head"), (self._serve(), "duty")):
+                task = self._runtime.spawn(work, name=f"{self._name}'s {name}")
+                stack.callback(task.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def head(self) -> Stored[Cycle]:
+        """The newest cycle that this node has heard of."""
+        return self._head
+
+    @property
+    def valid_until(self) -> float:
+        """When the lease may have ended, on our own clock: by then no worker may run."""
+        return self._keeper.valid_until
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when the lease is lost."""
+        return self._keeper.lost
+
+    # ---- what a node does ------------------------------------------------------
+
+    async def changed(self, head: Stored[Cycle]) -> Stored[Cycle]:
+        """Wait until the cycle is another than `head` says."""
+        while self._head.entry.mod_revision <= head.entry.mod_revision:
+            await self._hear(self._news)
+        return self._head
+
+    async def heard(self, head: Stored[Cycle]) -> None:
+        """Tell that this node is coming, but has to stop its workers first."""
+        await self._say(heard=head.record.number)
+
+    async def ready(self, head: Stored[Cycle], *, port: int | None = None) -> None:
+        """Be ready for a cycle: none of this node's workers runs any more."""
+        number = head.record.number
+        await self._say(cycle=number, heard=number, port=self._node.port if port is None else port)
+
+    def place(self, head: Stored[Cycle]) -> Place | None:
+        """This node's place in a running cycle; None: it is a spare."""
+        cycle = head.record
+        if cycle.state != "running" or self._entry is None:
+            return None
+        first_rank = 0
+        for rank, member in enumerate(cycle.members):
+            if member.name == self._name:
+                if member.life != self._entry.create_revision:
+                    return None  # an earlier life of this node held it
+                first = cycle.members[0]
+                return Place(
+                    cycle.number,
+                    head.entry.mod_revision,
+                    rank,
+                    len(cycle.members),
+                    first_rank,
+                    cycle.world_size,
+                    member.slots,
+                    first.address,
+                    first.port,
+                )
+            first_rank += member.slots
+        return None
+
+    async def succeed(self, head: Stored[Cycle]) -> bool:
+        """Record that all workers of this node have succeeded. False: the cycle is over."""
+        place = self.place(head)
+        assert place is not None
+        assert self._entry is not None
+        end = End(node=self._name, life=self._entry.create_revision)
+        ops = [put(self._keys.end(head.record.number, place.rank), end)]
+        txn = await self._insist([unchanged(head.entry)], ops)
+        return txn.succeeded
+
+    async def restart(self, head: Stored[Cycle], cause: Cause) -> None:
+        """End a cycle, for everybody. Does nothing when somebody else has done so."""
+        cause = msgspec.structs.replace(cause, node=cause.node or self._name, at=self._unix())
+        fresh = restarted(head.record, cause)
+        await self._insist(
+            [unchanged(head.entry)], [put(self._keys.cycle, fresh, over=head.entry)]
+        )
+
+    # ---- the node's own record -------------------------------------------------
+
+    async def _enter_node(self) -> None:
+        """Write this node's record, once no other life of it is there."""
+        limit = self._runtime.now() + _NAME_TAKEN_LEASES * self._keeper.lease.ttl_s
+        number = self._head.record.number
+        self._node = msgspec.structs.replace(self._node, cycle=number, heard=number)
+        op = self._record(self._node)
+        while True:
+            txn = await self._insist([absent(self._key)], [op, Get(self._key)], [Get(self._key)])
+            entry = txn.results[-1]
+            if entry is None:
+                continue
+            if entry.lease == self._keeper.id:
+                self._entry = entry
+                return
+            other = decode(Node, entry)
+            if self._is_dead(other):
+                await self._insist([same_life(entry)], [Delete(self._key)])
+            elif self._runtime.now() > limit:
+                raise Mistake(
+                    f"a node named {self._name!r} is already in this run (host {other.host}, "
+                    f"pid {other.pid}): end it, or give this one another --node-name",
+                    key=self._key,
+                )
+            else:
+                await self._runtime.sleep(0.2 * (0.5 + self._runtime.random.random()))
+
+    def _record(self, node: Node) -> Put:
+        return put(self._key, node, lease=self._keeper.id)
+
+    async def _say(self, *, heard: int, cycle: int | None = None, port: int | None = None) -> None:
+        node = self._node
+        fresh = msgspec.structs.replace(
+            node,
+            heard=max(heard, node.heard),
+            cycle=node.cycle if cycle is None else cycle,
+            port=node.port if port is None else port,
+        )
+        if fresh == node or self._entry is None:
+            return
+        self._node = fresh
+        get = Get(self._key)
+        op = self._record(fresh)
+        # Compares the last change, so that an earlier call that arrives late changes nothing.
+        while self._entry.value != op.value:
+            txn = await self._insist([unchanged(self._entry)], [op, get], [get])
+            entry = txn.results[-1]
+            if entry is None or entry.create_revision != self._entry.create_revision:
+                raise LeaseLost(f"{self._name} is no longer in the run", key=self._key)
+            self._entry = entry
+
+    # ---- the head --------------------------------------------------------------
+
+    async def _first_head(self) -> Stored[Cycle]:
+        """The cycle's record; made by whoever comes first."""
+        fresh = put(self._keys.cycle, begin(self._rules))
+        await self._insist([absent(self._keys.cycle)], [fresh])
+        stored = None
+        while stored is None:
+            with contextlib.suppress(Retriable):
+                stored = await load(self._runtime.ledger, self._keys.cycle, Cycle)
+            if stored is None:
+                await self._pause(_PAUSE_S)
+        if stored.record.rules != self._rules and not stored.record.final:
+            raise Mistake(
+                f"this run was begun with {_tell(stored.record.rules)}, not with "
+                f"{_tell(self._rules)}: give every node the same"
+            )
+        return stored
+
+    async def _follow(self) -> None:
+        try:
+            async with contextlib.aclosing(follow(self._runtime, self._keys.head)) as steps:
+                async for step in steps:
+                    self._closer = step.entries.get(self._keys.closer)
+                    entry = step.entries.get(self._keys.cycle)
+                    if entry is None:
+                        raise Gone("the run's records were removed", key=self._keys.cycle)
+                    if entry.mod_revision > self._head.entry.mod_revision:
+                        self._head = Stored(entry, decode(Cycle, entry))
+                    self._tell_news()
+        except HoldfastError as error:
+            self._trouble = error
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _hear(self, news: asyncio.Event) -> None:
+        """Wait for news of the head later than `news`. Raises when there can be none."""
+        if self._trouble is not None:
+            raise self._trouble
+        told = self._runtime.spawn(news.wait(), name="news")
+        lost = self._runtime.spawn(self._keeper.lost.wait(), name="lost")
+        try:
+            await asyncio.wait((told, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+            lost.cancel()
+        self._check_lease()
+
+    def _check_lease(self) -> None:
+        if not self._keeper.believes():
+            raise LeaseLost(f"the lease of {self._name} has ended", key=self._key)
+
+    # ---- the closer ------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Be the closer whenever there is none."""
+        try:
+            while not self._head.record.final:
+                news = self._news
+                if self._closer is None:
+                    await self._apply()
+                elif self._is_closer():
+                    guard = same_life(self._closer)
+                    await self.duty(self._runtime, self._keys, guard, self._unix).run()
+                    return
+                await self._hear(news)
+        except LeaseLost:
+            pass  # whoever uses this object hears of it, too
+        except HoldfastError as error:
+            self._trouble = error
+            self._tell_news()
+
+    def _is_closer(self) -> bool:
+        return self._closer is not None and self._closer.lease == self._keeper.id
+
+    async def _apply(self) -> None:
+        """Try to become the closer; the head tells who did."""
+        op = put(self._keys.closer, Closer(node=self._name), lease=self._keeper.id)
+        await self._insist([absent(self._keys.closer)], [op])
+
+    # ---- the ledger --------------------------------------------------------------
+
+    async def _insist(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
+    ) -> Txn:
+        """A transaction that may be sent again: its comparison fails once it has taken effect."""
+        pause_s = _PAUSE_S
+        while True:
+            self._check_lease()
+            try:
+                return await self._runtime.ledger.txn(compare, then, otherwise)
+            except (Retriable, UnknownOutcome):
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    async def _pause(self, seconds: float) -> None:
+        await self._runtime.sleep(seconds * (0.5 + self._runtime.random.random()))
+
+
+def _tell(rules: Rules) -> str:
+    fields = msgspec.structs.asdict(rules)
+    return ", ".join(f"{name}={value:g}" for name, value in fields.items())

@@ -1,0 +1,236 @@
+"""Rendezvous protocols with one mistake each; the simulator must catch every one."""
+
+import msgspec
+
+from holdfast.ledger import Compare, Put
+from holdfast.ledger.records import Stored, put
+from holdfast.ledger.types import Get, absent
+from holdfast.rendezvous.closer import Duty
+from holdfast.rendezvous.decide import restart
+from holdfast.rendezvous.records import Cause, Closer, Cycle, Node
+from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.sim.protocols.rendezvous.model import RendezvousProtocol, SimCrew
+
+__all__ = ["BROKEN"]
+
+
+class _AnyCycleDuty(Duty):
+    async def _look(self, stored: Stored[Cycle] | None) -> float | None:
+        if stored is not None:
+            for name, (life, node) in self._board.nodes.items():
+                here = msgspec.structs.replace(node, cycle=stored.record.number)
+                self._board.nodes[name] = life, here
+        return await super()._look(stored)
+
+    async def _still(self, stored: Stored[Cycle], verdict: Cycle) -> bool:  # noqa: ARG002
+        return True
+
+
+class _AnyCycle(Rendezvous):
+    duty = _AnyCycleDuty
+
+
+class _NoCycle(RendezvousProtocol):
+    """A node counts for every cycle, whichever its record names."""
+
+    rendezvous = _AnyCycle
+
+
+class _Deaf(Rendezvous):
+    async def changed(self, head: Stored[Cycle]) -> Stored[Cycle]:
+        fresh = await super().changed(head)
+        while fresh.record.state == "succeeded" and self.place(head) is None:
+            fresh = await super().changed(fresh)
+        return fresh
+
+
+class _StaysAfterSuccess(RendezvousProtocol):
+    """A spare does not look whether the run has succeeded, and waits for the next cycle."""
+
+    rendezvous = _Deaf
+
+
+class _Hasty(Rendezvous):
+    _done: Cycle | None = None
+
+    async def succeed(self, head: Stored[Cycle]) -> bool:
+        done = await super().succeed(head)
+        if done:
+            self._done = msgspec.structs.replace(head.record, state="succeeded")
+        return done
+
+    async def changed(self, head: Stored[Cycle]) -> Stored[Cycle]:
+        if self._done is not None:
+            return Stored(head.entry, self._done)
+        return await super().changed(head)
+
+
+class _LeavesFirst(RendezvousProtocol):
+    """A node leaves when its own workers have succeeded, before that is recorded for all."""
+
+    rendezvous = _Hasty
+
+
+class _Namesake(Rendezvous):
+    def place(self, head: Stored[Cycle]) -> Place | None:
+        before = self._entry
+        if before is None:
+            return None
+        for member in head.record.members:
+            if member.name == self._name:
+                self._entry = msgspec.structs.replace(before, create_revision=member.life)
+        try:
+            return super().place(head)
+        finally:
+            self._entry = before
+
+
+class _ByName(RendezvousProtocol):
+    """A node recognises its place by its name: so does its next life."""
+
+    rendezvous = _Namesake
+
+
+class _Careless(SimCrew):
+    def guards(self, place: Place) -> list[Compare]:  # noqa: ARG002 -- that is the mistake
+        return []
+
+
+class _NoFence(RendezvousProtocol):
+    """Workers do not compare the cycle: a node that was paused goes on in the old one."""
+
+    crew = _Careless
+
+
+class _CumulativeDuty(Duty):
+    async def _look(self, stored: Stored[Cycle] | None) -> float | None:
+        ends = self._board._ends
+        if stored is not None and ends:
+            ends[stored.record.number] = set().union(*ends.values())
+        return await super()._look(stored)
+
+    async def _tidy(self) -> None:
+        pass
+
+
+class _Cumulative(Rendezvous):
+    duty = _CumulativeDuty
+
+
+class _OldEnds(RendezvousProtocol):
+    """Successes are kept per rank, not per cycle: those of an old cycle count."""
+
+    rendezvous = _Cumulative
+
+
+class _BlindDuty(Duty):
+    async def _commit(self, stored: Stored[Cycle], verdict: Cycle) -> None:  # noqa: ARG002
+        await self._runtime.ledger.txn([], [put(self._keys.cycle, verdict)])
+
+
+class _Blind(Rendezvous):
+    duty = _BlindDuty
+
+
+class _BlindClose(RendezvousProtocol):
+    """The closer writes what it has decided without comparing: it reopens what is closed."""
+
+    rendezvous = _Blind
+
+
+class _Reopener(Rendezvous):
+    async def restart(self, head: Stored[Cycle], cause: Cause) -> None:
+        await self._insist([], [put(self._keys.cycle, restart(head.record, cause))])
+
+
+class _Reopens(RendezvousProtocol):
+    """A node that reports a failure does not compare: a pause later it reopens a closed round."""
+
+    rendezvous = _Reopener
+
+
+class _Immortal(Rendezvous):
+    def _record(self, node: Node) -> Put:
+        return msgspec.structs.replace(super()._record(node), lease=0)
+
+    async def _enter_node(self) -> None:
+        number = self._head.record.number
+        self._node = msgspec.structs.replace(self._node, cycle=number, heard=number)
+        txn = await self._insist([], [self._record(self._node), Get(self._key)])
+        self._entry = txn.results[-1]
+
+
+class _Ghosts(RendezvousProtocol):
+    """Nodes' records are not bound to leases: the dead get ranks while spares wait."""
+
+    rendezvous = _Immortal
+
+
+class _ImpatientDuty(Duty):
+    async def _look(self, stored: Stored[Cycle] | None) -> float | None:
+        if stored is not None and stored.record.state == "running":
+            ends = self._board._ends.get(stored.record.number)
+            if ends:
+                ends.update(range(len(stored.record.members)))
+        return await super()._look(stored)
+
+
+class _Impatient(Rendezvous):
+    duty = _ImpatientDuty
+
+
+class _FirstEnd(RendezvousProtocol):
+    """The run succeeds with the first node that has finished."""
+
+    rendezvous = _Impatient
+
+
+class _Forever(Rendezvous):
+    _applied = False
+
+    async def _apply(self) -> None:
+        op = put(self._keys.closer, Closer(node=self._name))
+        txn = await self._insist([absent(self._keys.closer)], [op])
+        self._applied = txn.succeeded
+
+    def _is_closer(self) -> bool:
+        return self._applied
+
+
+class _NoCloserLease(RendezvousProtocol):
+    """The closer's key is not bound to a lease: when it dies nobody looks any more."""
+
+    rendezvous = _Forever
+
+
+class _Spendthrift(Rendezvous):
+    async def restart(self, head: Stored[Cycle], cause: Cause) -> None:
+        unspent = msgspec.structs.replace(head.record, restarts=())
+        await super().restart(Stored(head.entry, unspent), cause)
+
+
+class _NoBudget(RendezvousProtocol):
+    """Restarts are forgotten: a job that always fails goes on for ever."""
+
+    rendezvous = _Spendthrift
+
+    def prepare(self, seed: int) -> None:
+        """Workers that always fail."""
+        super().prepare(seed)
+        self.failing = 1.0
+
+
+BROKEN = {
+    "": _NoCycle,
+    "stays": _StaysAfterSuccess,
+    "leaves": _LeavesFirst,
+    "name": _ByName,
+    "fence": _NoFence,
+    "ends": _OldEnds,
+    "blind": _BlindClose,
+    "reopens": _Reopens,
+    "ghosts": _Ghosts,
+    "first": _FirstEnd,
+    "closer": _NoCloserLease,
+    "budget": _NoBudget,
+}

@@ -1,0 +1,173 @@
+"""Nodes in one event loop, on a real ledger, with crews that do what the test says."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+from holdfast import ledger
+from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
+from holdfast.ledger.base import Ledger
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.rendezvous.attend import attend
+from holdfast.rendezvous.overview import Overview, look
+from holdfast.rendezvous.records import Cause, Cycle, Keys, Node, Rules
+from holdfast.rendezvous.rendezvous import Place, Rendezvous
+
+RUN = "r"
+KEYS = Keys(RUN)
+LIMIT_S = 30.0
+
+
+class Crew:
+    """Starts nothing; the test says how it ends."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.working = False
+        self.stops: list[Cause | None] = []
+        self._end: asyncio.Future[Cause | None] = asyncio.get_running_loop().create_future()
+        self._leave = asyncio.Event()
+
+    def port(self) -> int:
+        return 20_000 + len(self.places)
+
+    async def start(self, place: Place) -> None:
+        assert not self.working, "started twice"
+        self.places.append(place)
+        self.working = True
+        self._end = asyncio.get_running_loop().create_future()
+
+    async def outcome(self) -> Cause | None:
+        cause = await self._end
+        self.working = False
+        return cause
+
+    async def stop(self, cause: Cause | None) -> None:
+        self.stops.append(cause)
+        self.working = False
+
+    async def leaving(self) -> str:
+        await self._leave.wait()
+        return "asked to"
+
+    def end(self, cause: Cause | None = None) -> None:
+        """The workers end: with success, or for a cause."""
+        self._end.set_result(cause)
+
+    def leave(self) -> None:
+        """The node is to leave."""
+        self._leave.set()
+
+
+class _Silenced:
+    """A ledger that a killed process no longer reaches, not even to end its lease."""
+
+    def __init__(self, under: Ledger) -> None:
+        self._under = under
+        self.dead = False
+
+    def __getattr__(self, name: str) -> object:
+        return self._refuse if self.dead else getattr(self._under, name)
+
+    async def _refuse(self, *_: object, **__: object) -> None:
+        raise Unavailable("killed")
+
+
+class Attendee:
+    """One node; `task` is its agent, with the run's end as its result."""
+
+    def __init__(self, meeting: "Meeting", name: str, infra_rank: int | None) -> None:
+        self.name = name
+        self.crew = Crew()
+        self.rendezvous: Rendezvous | None = None
+        self._meeting = meeting
+        self._node = Node(cycle=0, address=name, port=1, slots=1, infra_rank=infra_rank)
+        self._ledger = _Silenced(meeting.ledger)
+        self.task = asyncio.create_task(self._attend(), name=name)
+
+    async def _attend(self) -> Cycle | None:
+        meeting = self._meeting
+        while True:
+            runtime = LiveRuntime(cast(Ledger, self._ledger))
+            try:
+                async with Rendezvous(
+                    runtime, RUN, self.name, self._node, meeting.rules, lease_s=meeting.lease_s
+                ) as self.rendezvous:
+                    return await attend(runtime, self.rendezvous, self.crew)
+            except (LeaseLost, Retriable, UnknownOutcome):
+                await asyncio.sleep(0.05)
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank, while it works."""
+        return self.crew.places[-1].rank if self.crew.working else None
+
+    async def result(self) -> Cycle | None:
+        """Wait for its end."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self.task
+
+    async def kill(self) -> None:
+        """Gone without a word: what it had ends with its lease."""
+        self._ledger.dead = True
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+class Meeting:
+    """A run and its nodes."""
+
+    def __init__(self, opened: Ledger, rules: Rules, lease_s: float) -> None:
+        self.ledger, self.rules, self.lease_s = opened, rules, lease_s
+        self.nodes: dict[str, Attendee] = {}
+
+    def join(self, *names: str) -> None:
+        """Nodes come; `n3` has infra_rank 3."""
+        for name in names:
+            self.nodes[name] = Attendee(self, name, int(name[1:]))
+
+    def __getitem__(self, name: str) -> Attendee:
+        return self.nodes[name]
+
+    async def until(self, what: str, test: Callable[[], object]) -> None:
+        """Wait for something."""
+        limit = asyncio.get_running_loop().time() + LIMIT_S
+        while not test():
+            for node in self.nodes.values():
+                if node.task.done() and not node.task.cancelled():
+                    node.task.result()
+            assert asyncio.get_running_loop().time() < limit, f"no {what}: {await self.look()}"
+            await asyncio.sleep(0.01)
+
+    async def ranks(self, *names: str) -> None:
+        """Wait until exactly these work, in this order of ranks."""
+        await self.until(
+            f"ranks {names}",
+            lambda: (
+                [n for n in names if self[n].rank == names.index(n)] == list(names)
+                and sum(node.crew.working for node in self.nodes.values()) == len(names)
+            ),
+        )
+
+    async def look(self) -> Overview:
+        """What the records say."""
+        return await look(self.ledger, RUN)
+
+    def end(self, *names: str) -> None:
+        """The workers of these nodes succeed."""
+        for name in names:
+            self[name].crew.end()
+
+
+@contextlib.asynccontextmanager
+async def meeting(url: str, rules: Rules, *, lease_s: float = 2.0) -> AsyncIterator[Meeting]:
+    """A run; nodes that are left are ended."""
+    async with ledger.open(url) as opened:
+        here = Meeting(opened, rules, lease_s)
+        try:
+            yield here
+        finally:
+            for node in here.nodes.values():
+                await node.kill()
