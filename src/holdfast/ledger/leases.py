@@ -35,7 +35,7 @@ class Keeper:
 
     @property
     def valid_until(self) -> float:
-        """Until when the lease lives for certain, on our own clock; in the past once it is lost."""
+        """Until when the lease lives for certain, on our own clock."""
         return self._valid_until
 
     def believes(self) -> bool:
