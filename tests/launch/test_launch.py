@@ -118,6 +118,8 @@ def test_an_unhealthy_node_does_not_join(
         (["--nproc-per-node", "many", "x.py"], 2, "a number, gpu, cpu or auto"),
         (["--local-addr", "192.0.2.1", "--no-python", "true"], 10, "cannot listen on 192.0.2.1"),
         (["--ledger", "etcd://127.0.0.1:9", "--no-python", "true"], 3, "127.0.0.1:9"),
+        (["--lease", "0.1", "x.py"], 2, "at least 0.5 s"),
+        (["--rdzv-endpoint", "host:29500", "x.py"], 2, "there is no store host here"),
         (["--ledger", "ftp://x", "--no-python", "true"], 2, "no ledger is called"),
     ],
 )
@@ -145,10 +147,12 @@ def test_torchruns_flags_and_environment(tmp_path: Path, url: str) -> None:
     )
     found = holdfast(
         *("launch", "--nproc_per_node=2", "--rdzv_id", "mine", "--max_restarts=0"),
+        *("--standalone", "--master_port", "29500"),
         *("--log-dir", str(tmp_path / "logs"), str(script), "--own_flag", "-x"),
         url=url,
     )
     assert found.returncode == 0, found.stderr
+    assert "--master-port is not used: a port is chosen for every cycle" in found.stderr
     for rank in (0, 1):
         env, argv, name = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")

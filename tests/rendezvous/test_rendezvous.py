@@ -146,7 +146,7 @@ async def test_too_few_nodes_end_the_run(url: str) -> None:
 
 async def test_a_name_that_is_taken(url: str) -> None:
     """The second of that name is refused, and told who has it; the first is not disturbed."""
-    async with meeting(url, RULES, lease_s=2.0) as here:
+    async with meeting(url, RULES, lease_s=0.5) as here:
         here.join("n0", "n1")
         await here.ranks("n0", "n1")
         other = Rendezvous(
@@ -155,7 +155,7 @@ async def test_a_name_that_is_taken(url: str) -> None:
             "n0",
             Node(cycle=0, address="x", port=1, slots=1),
             RULES,
-            lease_s=2.0,
+            lease_s=0.5,
         )
         with pytest.raises(Mistake, match="already in this run"):
             async with other:

@@ -1,0 +1,212 @@
+"""From flags and environment to a plan: what `holdfast launch` resolves before it starts."""
+
+import json
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from holdfast import ledger
+from holdfast.errors import Mistake
+from holdfast.launch import agent, health
+from holdfast.launch.crew import Settings
+from holdfast.launch.hang import Learnt, Limits
+from holdfast.launch.identity import identify
+from holdfast.launch.logs import Logs, parse_streams
+from holdfast.launch.spec import Kind, Spec
+from holdfast.rendezvous.records import Rules
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["NOT_NEEDED", "describe", "ledger_url", "resolve"]
+
+_LEASE_LEAST_S = 0.5
+_RANGE = re.compile(r"(\d+)(?::(\d+))?")
+
+NOT_NEEDED = {
+    "standalone": "without --run and with one node a run stands alone",
+    "rdzv_backend": "the ledger is the rendezvous",
+    "rdzv_conf": "its settings have flags of their own: --last-call, --join-timeout",
+    "monitor_interval": "nothing polls: ends are heard of at once",
+    "start_method": "workers are programs of their own",
+    "role": "there is one role",
+    "master_addr": "the node with rank 0 is chosen for every cycle",
+    "master_port": "a port is chosen for every cycle",
+}
+"""torchrun's flags that are taken, told about and not used, by name: why."""
+
+
+def _state_dir() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "holdfast"
+
+
+def ledger_url(url: str | None) -> str:
+    """The URL to use, made independent of the folder we are in."""
+    if url is None:
+        _state_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        url = f"sqlite:///{_state_dir() / 'ledger.db'}"
+    return url
+
+
+def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agent.Plan:
+    """Everything an agent needs, from the flags and the environment."""
+    if given["module"] and given["no_python"]:
+        raise Mistake("-m and --no-python exclude each other: a program is not a module")
+    kind: Kind = "module" if given["module"] else "program" if given["no_python"] else "script"
+    minimum, maximum = _nnodes(str(given["nnodes"]))
+    identity = identify(
+        os.environ,
+        hostname=socket.gethostname(),
+        token=secrets.token_hex(3),
+        name=_text(given["node_name"]),
+        infra_rank=given["infra_rank"],  # type: ignore[arg-type]
+        domain=_text(given["domain"]),
+        run=_text(given["run_name"]),
+    )
+    run = identity.run
+    if not run:
+        if maximum > 1:
+            raise Mistake(
+                "several nodes find each other by the run's name: give every node the same "
+                "--run NAME (Slurm and Kubernetes jobs have one by themselves)"
+            )
+        run = f"run-{secrets.token_hex(4)}"
+    url = ledger_url(_endpoint(given))
+    rules = Rules(
+        minimum=minimum,
+        maximum=maximum,
+        spares=_int(given["spares"]),
+        segment=_int(given["segment"]),
+        last_call_s=_float(given["last_call"]),
+        join_s=_float(given["join_timeout"]),
+        stop_s=_float(given["grace"]) + 20.0,
+        max_restarts=_int(given["max_restarts"]),
+        restart_window_s=_float(given["restart_window"]),
+    )
+    rules.check()
+    lease_s = _float(given["lease"])
+    least_s = DEFAULTS.etcd_min_lease_s if url.startswith("etcd:") else _LEASE_LEAST_S
+    if lease_s < least_s:
+        raise Mistake(f"--lease {lease_s:g}: at least {least_s:g} s on this ledger")
+    address = _text(given["local_addr"]) or _address(url)
+    log_dir = given["log_dir"]
+    folder = log_dir if isinstance(log_dir, Path) else _state_dir() / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    hang_after = given["hang_after"]
+    settings = Settings(
+        run=run,
+        node=identity.name,
+        address=address,
+        ledger_url=url,
+        max_restarts=rules.max_restarts,
+        lease_s=lease_s,
+        grace_s=_float(given["grace"]),
+        limits=Limits(
+            beat_s=hang_after if isinstance(hang_after, float) else None,
+            learnt=Learnt() if given["learn_limits"] else None,
+        ),
+        checks={**health.built_in(address, folder), **health.load()},
+    )
+    return agent.Plan(
+        spec=Spec(
+            entry=entry,
+            kind=kind,
+            args=args,
+            slots=_slots(str(given["nproc_per_node"])),
+            env=dict(os.environ),
+        ),
+        settings=settings,
+        identity=identity,
+        rules=rules,
+        logs=Logs(
+            folder=folder,
+            redirects=parse_streams(str(given["redirects"])),
+            tee=parse_streams(str(given["tee"])),
+        ),
+        warm=not given["no_warm"],
+    )
+
+
+def _endpoint(given: dict[str, object]) -> str | None:
+    """Where the ledger is; torchrun's --rdzv-endpoint will do, if it names one."""
+    endpoint = _text(given["rdzv_endpoint"])
+    if endpoint is not None and "://" not in endpoint:
+        raise Mistake(
+            f"--rdzv-endpoint {endpoint}: there is no store host here; name a ledger, as in "
+            "--ledger etcd://host:2379"
+        )
+    return _text(given["url"]) or endpoint
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _float(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise Mistake(f"--nnodes {text!r}: write N or MIN:MAX")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _slots(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    cpus = len(os.sched_getaffinity(0))
+    if text == "gpu" and not gpus:
+        raise Mistake("--nproc-per-node gpu: this node has no GPU")
+    found = {"gpu": gpus, "cpu": cpus, "auto": gpus or cpus}.get(text)
+    if found is None:
+        raise Mistake(f"--nproc-per-node {text!r}: write a number, gpu, cpu or auto")
+    return found
+
+
+def _address(url: str) -> str:
+    """The address from which this node reaches the ledger; loopback when that is here."""
+    if not url.startswith("etcd://"):
+        return "127.0.0.1"
+    first = urlsplit(url.split(",", maxsplit=1)[0])
+    try:
+        kind, *_, place = socket.getaddrinfo(first.hostname, first.port or 2379)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as sock:
+            sock.connect(place)  # sends nothing: asks for the route
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise Mistake(
+            f"no way to the ledger at {first.hostname}: {error}; or give --local-addr"
+        ) from None
+
+
+def describe(plan: agent.Plan) -> str:
+    """A plan as JSON, for people."""
+    found = {
+        "run": plan.settings.run,
+        "node": plan.settings.node,
+        "infra_rank": plan.identity.infra_rank,
+        "domain": plan.identity.domain,
+        "address": plan.settings.address,
+        "ledger": ledger.without_password(plan.settings.ledger_url),
+        "workers": plan.spec.slots,
+        "entry": plan.spec.entry,
+        "kind": plan.spec.kind,
+        "args": list(plan.spec.args),
+        "rules": {name: getattr(plan.rules, name) for name in plan.rules.__struct_fields__},
+        "lease_s": plan.settings.lease_s,
+        "grace_s": plan.settings.grace_s,
+        "logs": str(plan.logs.folder),
+        "warm": plan.warm,
+    }
+    return json.dumps(found, indent=2)
