@@ -34,6 +34,7 @@ bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.queue
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,18 +1,13 @@
-"""The child processes of `transfer.py`: `python -m benchmarks.transfer_child KIND JSON`.
+"""The contenders of `transfer.py` that need nothing but Holdfast's own environment.
 
-A child says "ready" and then answers every line that it is told: `put WORKLOAD`, `get WORKLOAD`
-(with what the putting child answered), `clear WORKLOAD`. An answer is one line of JSON with the
-seconds that it took. Every value that was got is compared with what was put, after the clock.
+`python -m benchmarks.transfer_child KIND SOURCE LOG JSON`; see `transfer_work.py`.
 """
 
-import abc
 import contextlib
 import ctypes
-import json
 import mmap
-import sys
-import time
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +15,10 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks.transfer_work import Contender, Task, serve
 from holdfast import transfer
-from holdfast.transfer import Ref
-
-WORKLOADS = {"64KiB": (1000, 64 << 10), "16MiB": (64, 16 << 20), "256B": (100_000, 256)}
-
-
-def rows(workload: str) -> torch.Tensor:
-    """What is put: a tensor with a row per key."""
-    count, size = WORKLOADS[workload]
-    return torch.arange(count * size // 4, dtype=torch.int32).reshape(count, size // 4)
-
-
-def names(workload: str) -> list[str]:
-    """The keys of a workload."""
-    return [f"bench/{workload}/{at:06d}" for at in range(WORKLOADS[workload][0])]
-
-
-class Contender(abc.ABC):
-    """Something that moves values from one process to another."""
-
-    def __init__(self, how: dict[str, Any]) -> None:
-        self.how = how
-
-    @abc.abstractmethod
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        """Put all rows; what it returns is told to the getting process."""
-
-    @abc.abstractmethod
-    def get(self, workload: str, told: Any) -> torch.Tensor | list[torch.Tensor]:
-        """Get all rows, as one tensor or as many."""
-
-    def clear(self, workload: str) -> None:  # noqa: B027 -- bare memory has nothing to clear
-        """Make room again."""
+from holdfast.transfer import Ref, frame
+from holdfast.transfer import rows as row_frames
 
 
 class Holdfast(Contender):
@@ -62,26 +28,40 @@ class Holdfast(Contender):
         super().__init__(how)
         self.store = transfer.connect(how["url"])
 
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        refs = self.store.put(dict(zip(names(workload), values.unbind(), strict=True)))
-        return list(refs.values())
+    def put(self, task: Task) -> Any:
+        return self.store.put(task.named)
 
-    def get(self, workload: str, told: Any) -> torch.Tensor | list[torch.Tensor]:
-        return list(self.store.get(told).values())
+    def tell(self, put: Any) -> Any:
+        return msgspec.to_builtins(list(put.values()))
 
-    def clear(self, workload: str) -> None:
-        self.store.delete(names(workload))
+    def prepare(self, task: Task, told: Any) -> Any:
+        return [Ref(*one) for one in told]
+
+    def get(self, task: Task, ready: Any) -> Any:
+        return list(self.store.get(ready).values())
+
+    def clear(self, task: Task) -> None:
+        self.store.delete(task.keys)
+
+
+class Unproven(Holdfast):
+    """The same with a checksum that looks at no byte. There is no such switch for users."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        for module in (frame, row_frames):
+            # As quick to call as the real one, and it also takes a second number.
+            vars(module)["xxh3_64_intdigest"] = operator.length_hint
+        super().__init__(how)
 
 
 class Rows(Holdfast):
     """`put_rows` and `get_rows`."""
 
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        return list(self.store.put_rows(names(workload), values).values())
+    def put(self, task: Task) -> Any:
+        return self.store.put_rows(task.keys, task.values)
 
-    def get(self, workload: str, told: Any) -> torch.Tensor:
-        found: torch.Tensor = self.store.get_rows(told)
-        return found
+    def get(self, task: Task, ready: Any) -> Any:
+        return self.store.get_rows(ready)
 
 
 class Into(Holdfast):
@@ -89,39 +69,85 @@ class Into(Holdfast):
 
     places: dict[str, torch.Tensor] | None = None
 
-    def get(self, workload: str, told: Any) -> list[torch.Tensor]:
-        if self.places is None or len(self.places) != len(told):
-            made = torch.zeros_like(rows(workload)).unbind()
-            self.places = dict(zip(names(workload), made, strict=True))
-        self.store.get_into({ref: self.places[ref.key] for ref in told})
-        return list(self.places.values())
+    def prepare(self, task: Task, told: Any) -> Any:
+        if self.places is None or list(self.places) != task.keys:
+            self.places = None
+            made = torch.zeros_like(task.values).unbind()
+            self.places = dict(zip(task.keys, made, strict=True))
+        return {ref: self.places[ref.key] for ref in super().prepare(task, told)}
+
+    def get(self, task: Task, ready: Any) -> Any:
+        self.store.get_into(ready)
+        return list(ready.values())
 
 
-class Memory(Contender):
+class View(Holdfast):
+    """`view`: proven where it lies, not copied."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__(how)
+        self._open = contextlib.ExitStack()
+
+    def get(self, task: Task, ready: Any) -> Any:
+        return list(self._open.enter_context(self.store.view(ready)).values())
+
+    def release(self) -> None:
+        self._open.close()
+
+
+class Copy(Contender):
+    """memcpy inside one process, into memory that is warm. Keys and the other process: none."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__(how)
+        self.out = torch.empty(0, dtype=torch.int32)
+
+    def _warm(self, task: Task) -> torch.Tensor:
+        if self.out.shape != task.values.shape:
+            self.out = torch.empty(0, dtype=torch.int32)
+            self.out = torch.zeros_like(task.values)
+        return self.out
+
+    def put(self, task: Task) -> Any:
+        return self._warm(task).copy_(task.values)
+
+    def prepare(self, task: Task, told: Any) -> Any:
+        return self._warm(task)
+
+    def get(self, task: Task, ready: Any) -> Any:
+        return ready.copy_(task.values)
+
+
+class CopyOut(Copy):
+    """The same, and a get makes new memory, as a store must that gives memory away."""
+
+    def prepare(self, task: Task, told: Any) -> Any:
+        return None
+
+    def get(self, task: Task, ready: Any) -> Any:
+        made = np.empty(task.values.shape, np.int32)
+        made[:] = task.values.numpy()
+        return torch.from_numpy(made)
+
+
+class Memory(Copy):
     """Bare shared memory that is warm: one segment, no keys, no proof."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(how)
         with Path(how["path"]).open("r+b") as file:
-            self.buffer = mmap.mmap(file.fileno(), 0)
-        self.out: torch.Tensor | None = None
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.shared = torch.frombuffer(self._map, dtype=torch.int32)
 
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        view = np.frombuffer(self.buffer, np.int32, values.numel())
-        view[:] = values.numpy().reshape(-1)
-        return None
+    def put(self, task: Task) -> Any:
+        self.shared[: task.values.numel()].view_as(task.values).copy_(task.values)
 
-    def get(self, workload: str, told: Any) -> torch.Tensor:
-        count, size = WORKLOADS[workload]
-        if self.out is None or self.out.shape != (count, size // 4):
-            self.out = torch.zeros(count, size // 4, dtype=torch.int32)
-        view = np.frombuffer(self.buffer, np.int32, self.out.numel())
-        self.out.numpy().reshape(-1)[:] = view
-        return self.out
+    def get(self, task: Task, ready: Any) -> Any:
+        return ready.copy_(self.shared[: task.values.numel()].view_as(task.values))
 
 
 class BareRedis(Contender):
-    """redis-py: pipelined SET, MGET, and tensors over what came."""
+    """redis-py: MSET and MGET of up to 32 MiB, and tensors over what came."""
 
     def __init__(self, how: dict[str, Any]) -> None:
         super().__init__(how)
@@ -129,28 +155,43 @@ class BareRedis(Contender):
 
         self.client = redis.Redis(how["host"], how["port"])
 
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        count, size = WORKLOADS[workload]
-        keys, flat = names(workload), values.numpy().reshape(-1).data.cast("B")
-        step = max(1, (32 << 20) // size)
-        for at in range(0, count, step):
-            some = range(at, min(count, at + step))
-            self.client.mset(
-                {keys[one]: bytes(flat[one * size : one * size + size]) for one in some}
-            )
-        return None
+    def _steps(self, task: Task) -> Iterator[slice]:
+        step = max(1, (32 << 20) // task.size)
+        return (slice(at, at + step) for at in range(0, len(task.keys), step))
 
-    def get(self, workload: str, told: Any) -> list[torch.Tensor]:
-        count, size = WORKLOADS[workload]
-        keys, step = names(workload), max(1, (32 << 20) // size)
-        found: list[torch.Tensor] = []
-        for at in range(0, count, step):
-            answer: Any = self.client.mget(keys[at : at + step])
-            found += [torch.frombuffer(bytearray(one), dtype=torch.int32) for one in answer]
-        return found
+    def put(self, task: Task) -> Any:
+        for some in self._steps(task):
+            keys = task.keys[some]
+            self.client.mset({key: task.named[key].numpy().tobytes() for key in keys})
 
-    def clear(self, workload: str) -> None:
+    def _mget(self, keys: list[str]) -> Any:
+        return self.client.mget(keys)
+
+    def get(self, task: Task, ready: Any) -> Any:
+        return [
+            torch.frombuffer(bytearray(one), dtype=torch.int32)
+            for some in self._steps(task)
+            for one in self._mget(task.keys[some])
+        ]
+
+    def clear(self, task: Task) -> None:
         self.client.flushdb()
+
+
+class BareRedisRows(BareRedis):
+    """The same, from one tensor and into one."""
+
+    def put(self, task: Task) -> Any:
+        flat, size = task.values.numpy().reshape(-1).data.cast("B"), task.size
+        for some in self._steps(task):
+            begins = range(some.start * size, flat.nbytes, size)
+            pairs = zip(task.keys[some], begins, strict=False)
+            self.client.mset({key: bytes(flat[at : at + size]) for key, at in pairs})
+
+    def get(self, task: Task, ready: Any) -> Any:
+        parts = [part for some in self._steps(task) for part in self._mget(task.keys[some])]
+        whole = torch.frombuffer(bytearray().join(parts), dtype=torch.int32)
+        return whole.view(len(task.keys), -1)
 
 
 class BareMooncake(Contender):
@@ -166,76 +207,55 @@ class BareMooncake(Contender):
         )
         if code:
             raise SystemExit(f"Mooncake's setup answered {code}")
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffer = torch.empty(0, dtype=torch.int32)
 
-    def _buffer(self, workload: str) -> torch.Tensor:
-        if workload not in self.buffers:
-            made = self.buffers[workload] = torch.zeros_like(rows(workload))
-            self.store.register_buffer(made.data_ptr(), made.nbytes)
-        return self.buffers[workload]
+    def _buffer(self, task: Task) -> torch.Tensor:
+        if self.buffer.shape != task.values.shape:
+            if self.buffer.numel():
+                self.store.unregister_buffer(self.buffer.data_ptr())
+            self.buffer = torch.empty(0, dtype=torch.int32)
+            self.buffer = torch.zeros_like(task.values)
+            self.store.register_buffer(self.buffer.data_ptr(), self.buffer.nbytes)
+        return self.buffer
 
-    def _all(self, workload: str, buffer: torch.Tensor, call: Callable[..., list[int]]) -> None:
-        count, size = WORKLOADS[workload]
-        keys, begin = names(workload), buffer.data_ptr()
-        for at in range(0, count, 400):
-            to = min(count, at + 400)
+    def _all(self, task: Task, call: Callable[..., list[int]]) -> None:
+        size, begin = task.size, self.buffer.data_ptr()
+        for at in range(0, len(task.keys), 400):
+            to = min(len(task.keys), at + 400)
             places = [begin + one * size for one in range(at, to)]
-            codes = call(keys[at:to], places, [size] * (to - at))
+            codes = call(task.keys[at:to], places, [size] * (to - at))
             if min(codes) < 0:
-                raise SystemExit(f"Mooncake answered {min(codes)}")
+                raise RuntimeError(f"Mooncake answered {min(codes)}")
 
-    def put(self, workload: str, values: torch.Tensor) -> object:
-        buffer = self._buffer(workload)
-        ctypes.memmove(buffer.data_ptr(), values.data_ptr(), values.nbytes)
-        self._all(workload, buffer, self.store.batch_upsert_from)
-        return None
+    def put(self, task: Task) -> Any:
+        buffer = self._buffer(task)
+        ctypes.memmove(buffer.data_ptr(), task.values.data_ptr(), task.values.nbytes)
+        self._all(task, self.store.batch_upsert_from)
 
-    def get(self, workload: str, told: Any) -> torch.Tensor:
-        buffer = self._buffer(workload)
-        self._all(workload, buffer, self.store.batch_get_into)
-        return buffer
+    def prepare(self, task: Task, told: Any) -> Any:
+        return self._buffer(task)
 
-    def clear(self, workload: str) -> None:
-        self.store.batch_remove(names(workload))
+    def get(self, task: Task, ready: Any) -> Any:
+        self._all(task, self.store.batch_get_into)
+        return ready
+
+    def clear(self, task: Task) -> None:
+        self.store.batch_remove(task.keys)
 
 
 KINDS: dict[str, type[Contender]] = {
     "holdfast": Holdfast,
+    "unproven": Unproven,
     "rows": Rows,
     "into": Into,
+    "view": View,
+    "memcpy": Copy,
+    "memcpy-new": CopyOut,
     "memory": Memory,
     "redis": BareRedis,
+    "redis-rows": BareRedisRows,
     "mooncake": BareMooncake,
 }
 
-
-def main() -> None:
-    """Answer until the input ends."""
-    torch.set_num_threads(1)
-    contender = KINDS[sys.argv[1]](json.loads(sys.argv[2]))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        do, workload, rest = line.rstrip("\n").split(" ", 2)
-        values = rows(workload)
-        answer: dict[str, Any] = {}
-        if do == "put":
-            began = time.perf_counter()
-            told = contender.put(workload, values)
-            answer["s"] = time.perf_counter() - began
-            answer["told"] = msgspec.to_builtins(told)
-        elif do == "get":
-            told = json.loads(rest)
-            refs = [Ref(*one) for one in told] if told else None
-            began = time.perf_counter()
-            found = contender.get(workload, refs)
-            answer["s"] = time.perf_counter() - began
-            one_tensor = found if isinstance(found, torch.Tensor) else torch.stack(found)
-            answer["right"] = bool(torch.equal(one_tensor, values))
-        else:
-            contender.clear(workload)
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    serve(KINDS)

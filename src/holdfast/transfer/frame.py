@@ -72,7 +72,7 @@ _PAD = bytes(ALIGN)
 Buffer = bytes | bytearray | memoryview
 
 
-class Ref(msgspec.Struct, frozen=True, array_like=True):
+class Ref(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A reference to one value: this key, as it was put then, with exactly these bytes."""
 
     key: str

@@ -152,6 +152,8 @@ class Batch:
             self._desk.held.discard(self._claim)
 
     def _places(self, keys: Iterable[str] | None) -> dict[int, int]:
+        if keys is None and not any(self._released.values()):
+            return dict(self._left)
         found: dict[int, int] = {}
         for key in self._where if keys is None else keys:
             if key not in self._where:

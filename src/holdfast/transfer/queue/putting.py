@@ -91,7 +91,7 @@ class Putting:
         await self._room(len(new), 0, deadline)
         seat = await self._desk.seat()
         self._number = next(self._numbers)
-        refs = await self._send(seat, {key: one.fields for key, one in new.items()})
+        refs = await self._send(seat, {key: one.fields for key, one in new.items() if one.fields})
         samples = [
             Sample(key, refs.get(key, {}), one.group, one.version, dict(one.tags))
             for key, one in new.items()

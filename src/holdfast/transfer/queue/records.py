@@ -68,7 +68,7 @@ def bits(number: int) -> list[int]:
     return [place for place, digit in enumerate(digits) if digit == "1"]
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class Sample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sample: what is known of it, and where its fields are."""
 
     key: str

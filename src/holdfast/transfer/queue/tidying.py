@@ -43,7 +43,8 @@ class Tidying:
             with contextlib.suppress(HoldfastError):  # `tidy` tries again
                 places = desk.plan.freeable(desk.view, block)
                 if places:
-                    await self._store.adelete(self._refs(block, places))
+                    if refs := self._refs(block, places):
+                        await self._store.adelete(refs)
                     await self._mark(number, places)
                 await self._finish(number)
 
