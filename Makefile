@@ -16,7 +16,7 @@ test: check setup-servers ## What CI runs: checks and all quick tests
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 300 --fresh
 
-test-long: check setup-servers ## The full numbers: matrices, storms, thousands of seeds
+test-long: check setup-long ## The full numbers: matrices, storms, thousands of seeds
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
@@ -39,9 +39,12 @@ bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: setup setup-servers
+.PHONY: setup setup-servers setup-long
 setup:
 	@PYTHON=$(PYTHON) scripts/setup packages
 
 setup-servers: setup
 	@PYTHON=$(PYTHON) scripts/setup servers
+
+setup-long: setup
+	@PYTHON=$(PYTHON) scripts/setup long

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +117,26 @@ class Cluster:
             agent.child.kill_group()
 
     def start(
-        self, name: str, *program: str, flags: Sequence[str] = (), url: str | None = None
+        self,
+        name: str,
+        *program: str,
+        flags: Sequence[str] = (),
+        url: str | None = None,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> Agent:
-        """Start a node; its number gives its address. `url`: its own way to the ledger."""
+        """Start a node; its number gives its address. `url`: its own way to the ledger.
+
+        `prefix` comes before the command; `env` and `flags` count more than what is said here.
+        """
         number = int(name[1:])
-        argv = [sys.executable, "-m", "holdfast", "launch"]
+        argv = [*prefix, sys.executable, "-m", "holdfast", "launch"]
         argv += ["--run", self.run, "--ledger", url or self.url, "--nnodes", self.nnodes]
         argv += ["--node-name", name, "--local-addr", f"127.0.1.{number + 1}"]
         argv += ["--infra-rank", str(number), "--log-dir", str(self.folder / name)]
         argv += [*self.flags, *flags, *program]
         log = self.folder / f"{name}.{len(self.all)}.log"
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
         agent = Agent(procs.spawn(argv, name=name, log=log, env=env), name, log)
         self.agents[name] = agent
         self.all.append(agent)

@@ -86,15 +86,20 @@ class _Warden:
         self._groups: list[_Group] = []
         self._deadline_ns = 0  # none yet
 
-    def run(self, ended: int) -> None:
-        """Guard until the agent has ended."""
+    def run(self, signals: int) -> None:
+        """Guard until the agent has ended. `signals` becomes readable when one arrives."""
+        agent = os.getppid()
         poll = select.poll()
-        for fd in (self._sock.fileno(), self._timer.fd, ended):
+        for fd in (self._sock.fileno(), self._timer.fd, signals):
             poll.register(fd, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll()}
             self._look()
-            if ended in ready or (self._sock.fileno() in ready and not self._hear()):
+            if signals in ready:
+                os.read(signals, 4096)
+            # A signal is the kernel's word that the agent is dead, or somebody's who signals
+            # every process of a job: then the agent hears it too, and decides.
+            if os.getppid() != agent or (self._sock.fileno() in ready and not self._hear()):
                 self._kill()
                 return
             self._look()
@@ -140,7 +145,7 @@ class _Warden:
 
 def main(fd: int) -> None:
     """Guard until the agent has ended."""
-    ended, end = os.pipe()
+    signals, end = os.pipe()
     os.set_blocking(end, False)
     signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -148,7 +153,7 @@ def main(fd: int) -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # where it may: it must not be late
     with socket.socket(fileno=fd) as sock:
-        _Warden(sock).run(ended)
+        _Warden(sock).run(signals)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from holdfast import ledger
 from holdfast.errors import LeaseLost, Mistake
 from holdfast.ledger import Keeper, LiveRuntime, Put, open_sync
 from holdfast.ledger.sqlite.bells import bell_folder
+from holdfast.ledger.sqlite.engine import Engine
+from holdfast.ledger.sync import SyncLedger
 
 _fork = multiprocessing.get_context("fork")
 
@@ -185,3 +188,26 @@ def test_more_keys_than_a_revision_holds_under_one_lease(tmp_path: Path) -> None
         led.revoke(lease.id)
         led.txn([], [Put("/after", b"")])
         assert [entry.key for entry in led.range("/").entries] == ["/after"]
+
+
+def test_two_openers_of_a_new_file_do_not_end_each_others_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second saw a file of no boot, was held up, and meanwhile the first took a lease."""
+    url = f"sqlite:///{tmp_path}/x.db"
+    write = Engine.write
+    first: list[SyncLedger] = []
+
+    def held_up(self: Engine, *args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Engine, "write", write)
+        led = open_sync(url)
+        led.txn([], [Put("/mine", b"", led.grant(60).id)])
+        first.append(led)
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(Engine, "write", held_up)
+    with open_sync(url) as second:
+        assert first, "the second did not look"
+        assert second.get("/mine") is not None
+        assert len(second.leases()) == 1
+    first[0].close()

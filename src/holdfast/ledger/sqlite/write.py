@@ -152,7 +152,13 @@ class Write:
             self._record([Event(entry.key, None, entry) for entry in part])
 
     def end_all_leases(self, boot: str) -> None:
-        """End the leases of an earlier boot, whose clock is not ours."""
+        """End the leases of an earlier boot, whose clock is not ours, unless somebody has.
+
+        Looked at here, in the transaction: another opener may have ended them, and taken leases
+        of its own, since we looked.
+        """
+        if self._run("SELECT boot FROM meta").fetchone()[0] == boot:
+            return
         for (lease,) in self._run("SELECT id FROM lease ORDER BY id").fetchall():
             self.revoke(lease)
         self._run("UPDATE meta SET boot = ?", (boot,))

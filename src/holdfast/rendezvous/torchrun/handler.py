@@ -1,0 +1,302 @@
+"""The handler that torch's agent talks to.
+
+A thread of its own keeps this node in the rendezvous (member.py); the calls of torch's interface
+hand their work to it and wait. What they mean here:
+
+    next_rendezvous     a place in the next cycle and its store (store.py); spares wait in it
+    num_nodes_waiting   1 when the cycle is over or the lease lost: torch's agent then stops its
+                        workers and comes back for the next cycle; never blocks, never raises
+    shutdown            the agent ends: with success, with failed workers, or with an error of its
+                        own, and these three are told apart (see `_Farewell`)
+    is_closed           the run has succeeded or failed
+    set_closed          the run fails, for everybody
+
+Exit codes of torchrun are a promise: 0 if and only if the run has succeeded. torch 2.13 breaks it
+twice, and `shutdown`, the last that it calls, mends both: for a spare that leaves in peace its
+launcher trips over its own feet (`AttributeError` on a result that is None); and an agent whose
+workers have succeeded returns 0 even if the run goes on without it.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Coroutine, Iterator
+from enum import Enum
+from typing import Any, TypeVar
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+
+from holdfast import ledger
+from holdfast.errors import Gone, HoldfastError, Retriable, UnknownOutcome
+from holdfast.ledger.base import Ledger
+from holdfast.ledger.records import load
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.loopthread import LoopThread
+from holdfast.rendezvous.records import Cause, Cycle, Keys
+from holdfast.rendezvous.rendezvous import Place
+from holdfast.rendezvous.torchrun import BACKEND
+from holdfast.rendezvous.torchrun.member import Ended, Membership, fail
+from holdfast.rendezvous.torchrun.options import Options
+from holdfast.rendezvous.torchrun.store import AgentStore, Over, host, listen, reach
+
+__all__ = ["HoldfastHandler"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_FAREWELL_S = 10.0
+
+
+class _Farewell(Enum):
+    """What an agent's end means for the others."""
+
+    SUCCESS = "its workers have succeeded, and so has the run"
+    FAILURE = "its workers failed, and its restarts are used up: the run fails"
+    TROUBLE = "an error of its own: it leaves, the run goes on"
+
+
+class HoldfastHandler(RendezvousHandler):
+    """One torchrun's way to the rendezvous."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._keys = Keys(options.run)
+        self._thread: LoopThread | None = None
+        self._ledger: Ledger = ledger.open(options.url)
+        self._runtime = LiveRuntime(self._ledger)
+        self._member = Membership(self._runtime, options, listen)
+        self._store: AgentStore | None = None
+        self._finished = False
+        self._succeeded = False
+        self._dismissed = False
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    # ---- torch's interface -----------------------------------------------------
+
+    def get_backend(self) -> str:
+        """See `RendezvousHandler`."""
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        """See `RendezvousHandler`."""
+        return self._options.run
+
+    @property
+    def node_name(self) -> str:
+        """This node's name in the run, as `holdfast status` shows it."""
+        return self._options.name
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the store of the cycle, too: rank 0's agent hosts it, and it is new."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a place in the next cycle."""
+        if self._closed:
+            raise RendezvousClosedError(f"this handler of {self._options.run!r} was shut down")
+        self._store = None
+        while True:
+            place = self._join()
+            try:
+                self._store = self._open_store(place)
+            except Over:
+                continue
+            break
+        self._tell_workers(place)
+        _log.info("cycle %s: rank %s of %s nodes", place.cycle, place.rank, place.nodes)
+        return RendezvousInfo(
+            self._store, place.rank, place.nodes, RendezvousStoreInfo(place.address, place.port)
+        )
+
+    def num_nodes_waiting(self) -> int:
+        """1 when this agent is to stop its workers and come back; else 0."""
+        return int(not self._closed and self._member.place is not None and self._member.stale())
+
+    def is_closed(self) -> bool:
+        """Whether the run is over, or this handler was shut down."""
+        if self._closed:
+            return True
+        with _torch_errors():
+            stored = self._run(load(self._ledger, self._keys.cycle, Cycle))
+        return stored is not None and stored.record.final
+
+    def set_closed(self) -> None:
+        """End the run for everybody. That is not success: every node exits with 1."""
+        cause = Cause(kind="asked", node=self._options.name, detail="set_closed was called")
+        with _torch_errors():
+            self._run(fail(self._runtime, self._keys, cause))
+
+    def shutdown(self) -> bool:
+        """Leave. True unless the others could not be told."""
+        error = sys.exception()  # what torch's launcher is about to raise
+        if self._closed:
+            return True
+        told = self._leave(error)
+        if self._dismissed and isinstance(error, AttributeError):
+            raise SystemExit(0) from None
+        if self._finished and error is None and not self._succeeded:
+            raise RendezvousClosedError(
+                f"the workers of this node had succeeded, but the run {self._options.run!r} has "
+                "not, and torch's agent cannot run them again: start this node again"
+            )
+        return told is not None
+
+    # ---- joining ---------------------------------------------------------------
+
+    def _join(self) -> Place:
+        try:
+            with _torch_errors():
+                return self._run(self._member.join())
+        except Ended as end:
+            cycle = end.cycle
+        run = self._options.run
+        if cycle.state == "succeeded":
+            self._dismissed = True
+            raise RendezvousGracefulExitError(f"the run {run!r} has succeeded without this node")
+        raise RendezvousClosedError(
+            f"the run {run!r} has failed ({cycle.cause}): for another try give another --rdzv-id"
+        )
+
+    def _open_store(self, place: Place) -> AgentStore:
+        stale = self._member.stale
+        if place.rank == 0:
+            store = host(self._member.take_listener())
+        else:
+            try:
+                store = reach(place.address, place.port, stale)
+            except DistError as error:
+                raise RendezvousConnectionError(
+                    f"rank 0 says that it is at {place.address}:{place.port}, but is not reached "
+                    f"there: give it a --local-addr that the other nodes can reach"
+                ) from error
+        return AgentStore(store, place.rank, place.nodes, self)
+
+    def _tell_workers(self, place: Place) -> None:
+        """Give workers what `holdfast.cycle` needs; torch's agent hands its environment on."""
+        os.environ |= {
+            "HOLDFAST_RUN": self._options.run,
+            "HOLDFAST_CYCLE": str(place.cycle),
+            "HOLDFAST_CYCLE_REVISION": str(place.revision),
+            "HOLDFAST_LEDGER": self._options.url,
+            "HOLDFAST_NODE": self._options.name,
+        }
+
+    # ---- what the store asks (store.Course) ------------------------------------
+
+    def stale(self) -> bool:
+        """Whether the cycle is over."""
+        return self._member.stale()
+
+    def finish(self) -> None:
+        """All workers of this node have succeeded."""
+        self._finished = True
+        try:
+            self._run(self._member.finish())
+        except HoldfastError as error:  # whether it counts all the same, `wait_for_end` will see
+            _log.warning("this node's success may not have been recorded: %s", error)
+
+    def wait_for_end(self) -> None:
+        """Wait until the run has succeeded; raises when the cycle ends otherwise."""
+        with _torch_errors():
+            cycle = self._run(self._member.outcome())
+        if cycle.state != "succeeded":
+            raise RendezvousClosedError(f"cycle ended before all had succeeded: {cycle.cause}")
+        self._succeeded = True
+
+    # ---- leaving ---------------------------------------------------------------
+
+    def _leave(self, error: BaseException | None) -> _Farewell | None:
+        """Tell the others, and let go of everything. None: they could not be told."""
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        thread = self._thread
+        if thread is None:
+            return _Farewell.TROUBLE
+        farewell: _Farewell | None = None
+        try:
+            farewell = thread.run(asyncio.wait_for(self._say_farewell(error), _FAREWELL_S))
+            thread.run(asyncio.wait_for(self._ledger.close(), _FAREWELL_S))
+        except (HoldfastError, TimeoutError) as trouble:
+            _log.warning(
+                "%s could not be told that this node leaves: %s", self._options.run, trouble
+            )
+        thread.stop()
+        return farewell
+
+    async def _say_farewell(self, error: BaseException | None) -> _Farewell:
+        try:
+            farewell = self._farewell(error)
+            if farewell is _Farewell.FAILURE:
+                await self._member.fail(Cause(kind="failed", detail=_detail(error)))
+            elif farewell is _Farewell.TROUBLE and not self._finished:
+                await self._member.withdraw(_detail(error))
+            return farewell
+        finally:
+            await self._member.close()
+
+    def _farewell(self, error: BaseException | None) -> _Farewell:
+        if self._finished:
+            return _Farewell.SUCCESS if self._succeeded else _Farewell.TROUBLE
+        if error is None or isinstance(error, ChildFailedError):
+            return _Farewell.FAILURE
+        return _Farewell.TROUBLE
+
+    def _at_exit(self) -> None:
+        """A signal ends torch's agent without `shutdown`: let nobody wait for the lease."""
+        if self._thread is not None and not self._closed:
+            self._closed = True
+            work = self._say_farewell(SystemExit("its torchrun was told to end"))
+            with contextlib.suppress(HoldfastError, TimeoutError, RuntimeError):
+                self._thread.run(asyncio.wait_for(work, _FAREWELL_S))
+
+    # ---- the event loop --------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._thread is None:
+            thread = LoopThread("holdfast-torchrun")
+            try:
+                thread.run(self._ledger.start())
+            except BaseException:
+                work.close()
+                thread.stop()
+                raise
+            self._thread = thread
+        return self._thread.run(work)
+
+
+@contextlib.contextmanager
+def _torch_errors() -> Iterator[None]:
+    """Errors of ours, as torch's interface wants them."""
+    try:
+        yield
+    except (Retriable, UnknownOutcome) as error:
+        raise RendezvousConnectionError(str(error)) from error
+    except Gone as error:
+        raise RendezvousStateError(str(error)) from error
+
+
+def _detail(error: BaseException | None) -> str:
+    """Why an agent ends, in one line."""
+    if isinstance(error, ChildFailedError):
+        rank, failure = error.get_first_failure()
+        return f"rank {rank} ended with {failure.exitcode}, and the restarts are used up"
+    if error is None:
+        return "its agent was shut down before its workers had succeeded"
+    name = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+    return f"{name}{error}".splitlines()[0]

@@ -1,0 +1,253 @@
+"""A node whose workers somebody else looks after: torch's agent.
+
+`attend` starts and stops workers itself. Here the agent does, and only asks now and then: for the
+next place (`join`), whether its cycle is over (`stale`). Between the two this object answers for
+the node: it keeps the lease, tells the others at once when a new cycle was heard of, and enters
+anew when the lease was lost.
+
+Invariants:
+
+- `join` is called only when no worker of this node runs, so coming back from a cycle that still
+  runs means that its workers have failed, and ends it for all;
+- a place is used once: `join` returns a place in a later cycle than the last;
+- every cycle that the node is ready for has a port of its own, on which it listens before it
+  tells anybody;
+- what ends the run for others (`fail`) compares this life of the node: one that was paused beyond
+  its lease ends nothing.
+
+All of it happens in one event loop, except for `stale`, which any thread may ask.
+"""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.errors import (
+    Fenced,
+    Gone,
+    HoldfastError,
+    LeaseLost,
+    Retriable,
+    UnknownOutcome,
+)
+from holdfast.ledger.follow import follow
+from holdfast.ledger.records import KEEP, Stored, Verdict, decode, update
+from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.types import Compare
+from holdfast.rendezvous.records import Cause, Cycle, Keys
+from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.rendezvous.torchrun.options import Options
+
+__all__ = ["Ended", "Membership", "fail"]
+
+_PAUSE_S = 0.2
+_WORKERS_FAILED = "its workers failed; the log of its torchrun says how"
+
+
+class Ended(Exception):  # a control flow within this package
+    """The run is over."""
+
+    def __init__(self, cycle: Cycle) -> None:
+        super().__init__(cycle.state)
+        self.cycle = cycle
+
+
+class Membership:
+    """One node in one run. `close` it, in the end."""
+
+    def __init__(
+        self, runtime: Runtime, options: Options, listen: Callable[[], socket.socket]
+    ) -> None:
+        self._runtime = runtime
+        self._options = options
+        self._keys = Keys(options.run)
+        self._listen = listen
+        self._listener: socket.socket | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._ready = 0
+        self._used = 0
+        self._head: Stored[Cycle] | None = None
+        self._place: Place | None = None
+        self._life = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._stale = False
+
+    @property
+    def place(self) -> Place | None:
+        """The last place that `join` has returned."""
+        return self._place
+
+    def stale(self) -> bool:
+        """Whether the cycle of the last place is over, or the lease on it lost."""
+        rendezvous = self._rendezvous
+        return self._stale or rendezvous is None or self._runtime.now() >= rendezvous.valid_until
+
+    def take_listener(self) -> socket.socket:
+        """The socket on the place's port, for rank 0."""
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        return listener
+
+    # ---- from cycle to cycle ---------------------------------------------------
+
+    async def join(self) -> Place:
+        """Wait for a place in the next cycle. A spare waits here, for as long as the run lasts.
+
+        Raises `Ended` when the run is over, and `Retriable` when the ledger is away for longer
+        than the run's join time-out.
+        """
+        await self._end_watch()
+        await self._give_up(Cause(kind="failed", detail=_WORKERS_FAILED))
+        limit = self._runtime.now() + self._options.rules.join_s
+        while True:
+            try:
+                rendezvous = self._rendezvous or await self._enter()
+                limit = self._runtime.now() + self._options.rules.join_s
+                await self._wait_for_place(rendezvous)
+            except LeaseLost:
+                await self._leave()
+            except (Retriable, UnknownOutcome):
+                if self._runtime.now() > limit:
+                    raise
+                await self._runtime.sleep(_PAUSE_S * (0.5 + self._runtime.random.random()))
+            else:
+                break
+        assert self._place is not None
+        self._stale = False
+        self._watching = self._runtime.spawn(self._watch(), name="torchrun's cycle")
+        return self._place
+
+    async def _enter(self) -> Rendezvous:
+        options = self._options
+        node = msgspec.structs.replace(options.node, port=self._new_port())
+        rendezvous = Rendezvous(
+            self._runtime, options.run, options.name, node, options.rules, lease_s=options.lease_s
+        )
+        await rendezvous.__aenter__()
+        self._rendezvous = rendezvous
+        self._ready = rendezvous.head.record.number
+        return rendezvous
+
+    async def _wait_for_place(self, rendezvous: Rendezvous) -> None:
+        head = rendezvous.head
+        while True:
+            cycle = head.record
+            if cycle.final:
+                raise Ended(cycle)
+            if cycle.number != self._ready:
+                await rendezvous.ready(head, port=self._new_port())
+                self._ready = cycle.number
+            place = rendezvous.place(head)
+            if place is not None and place.cycle > self._used:
+                break
+            head = await rendezvous.changed(head)
+        self._head, self._place, self._used = head, place, place.cycle
+        self._life = cycle.members[place.rank].life
+        if place.rank != 0:
+            self._close_listener()
+
+    async def _watch(self) -> None:
+        """Say that the cycle is over, to the agent and to the other nodes."""
+        rendezvous, head = self._rendezvous, self._head
+        assert rendezvous is not None
+        assert head is not None
+        try:
+            while True:
+                head = await rendezvous.changed(head)
+                self._stale = True
+                if head.record.final:
+                    return
+                await rendezvous.heard(head)
+        except HoldfastError:
+            self._stale = True  # `join` meets the same trouble, and says what it is
+
+    async def _give_up(self, cause: Cause) -> None:
+        """End the cycle of the last place, unless it is over."""
+        if self._rendezvous is not None and self._head is not None:
+            with contextlib.suppress(LeaseLost):
+                await self._rendezvous.restart(self._head, cause)
+        self._head = None
+
+    # ---- ends ------------------------------------------------------------------
+
+    async def finish(self) -> bool:
+        """Record that all workers of this node have succeeded. False: the cycle is over."""
+        if self._rendezvous is None or self._head is None:
+            return False
+        return await self._rendezvous.succeed(self._head)
+
+    async def outcome(self) -> Cycle:
+        """Wait until the run, or the cycle of the last place, has ended. Needs no lease."""
+        assert self._place is not None
+        async with contextlib.aclosing(follow(self._runtime, self._keys.head)) as steps:
+            async for step in steps:
+                entry = step.entries.get(self._keys.cycle)
+                if entry is None:
+                    raise Gone("the run's records were removed", key=self._keys.cycle)
+                cycle = decode(Cycle, entry)
+                if cycle.final or cycle.number != self._place.cycle:
+                    return cycle
+        raise AssertionError("following a prefix does not end")
+
+    async def fail(self, cause: Cause) -> None:
+        """End the run for all, if this life of the node is still in it."""
+        if self._life:
+            key = self._keys.node(self._options.name)
+            guard = Compare(key, "create", "==", self._life)
+            with contextlib.suppress(Fenced):
+                await fail(self._runtime, self._keys, self._named(cause), guard)
+
+    async def withdraw(self, reason: str) -> None:
+        """End the cycle, but not the run: this node leaves, others may take its place."""
+        await self._give_up(Cause(kind="withdrew", detail=reason))
+
+    async def close(self) -> None:
+        """Leave, and let go of everything."""
+        await self._end_watch()
+        await self._leave()
+
+    def _named(self, cause: Cause) -> Cause:
+        return msgspec.structs.replace(cause, node=self._options.name)
+
+    async def _leave(self) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        self._head = None
+        self._close_listener()
+        if rendezvous is not None:
+            await rendezvous.__aexit__()
+
+    async def _end_watch(self) -> None:
+        task, self._watching = self._watching, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    # ---- the port --------------------------------------------------------------
+
+    def _new_port(self) -> int:
+        self._close_listener()
+        self._listener = self._listen()
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+async def fail(runtime: Runtime, keys: Keys, cause: Cause, *guards: Compare) -> None:
+    """End a run for good, whichever cycle it is in. Does nothing when it is over."""
+
+    def decide(cycle: Cycle | None) -> Cycle | Verdict:
+        if cycle is None or cycle.final:
+            return KEEP
+        last = msgspec.structs.replace(cause, cycle=cycle.number, at=time.time())
+        failed: Cycle = msgspec.structs.replace(cycle, state="failed", cause=last)
+        return failed
+
+    await update(runtime, keys.cycle, Cycle, decide, guards=guards)

@@ -1,0 +1,262 @@
+"""Hosts with a network of their own, one of which is cut off and comes back. Long; needs root.
+
+Each host is a network namespace on a bridge, with etcd at the bridge's own address. Names and
+addresses are of this test run alone, and are removed however it ends.
+"""
+
+import ipaddress
+import os
+import random
+import select
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from holdfast import ledger
+from holdfast.rendezvous.records import Keys
+from holdfast.servers import EtcdServer, server_ports
+
+from .cluster import SCRIPT, Cluster, Commits, descendants
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+LEASE_S = 5.0
+FLAGS = ["--spares", "1", "--lease", str(LEASE_S), "--last-call", "60", "--max-restarts", "20"]
+
+
+def require() -> None:
+    """Skip, or fail in CI, where nobody may make network namespaces."""
+    missing = pytest.fail if os.environ.get("CI") else pytest.skip
+    if os.geteuid() != 0:
+        missing("only root may make network namespaces")
+    for program in ("ip", "bridge"):
+        if shutil.which(program) is None:
+            missing(f"the program {program} was not found: install Debian's iproute2")
+
+
+def ip(*args: str, check: bool = True) -> str:
+    """Run `ip`, of iproute2."""
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=30, check=False)
+    assert not check or done.returncode == 0, f"ip {' '.join(args)}: {done.stderr}"
+    return done.stdout
+
+
+class Hosts:
+    """Hosts 1 to n on one bridge, which has the address `bridge`."""
+
+    def __init__(self, count: int) -> None:
+        self._mark = f"hf{random.SystemRandom().randrange(16**6):06x}"
+        self._net = self._free_net()
+        self._count = count
+        self.bridge = str(self._net[-2])
+
+    def __enter__(self) -> Self:
+        try:
+            ip("link", "add", self._mark, "type", "bridge")
+            ip("addr", "add", f"{self.bridge}/{self._net.prefixlen}", "dev", self._mark)
+            ip("link", "set", self._mark, "up")
+            for number in range(1, self._count + 1):
+                self._add(number)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in range(1, self._count + 1):
+            ip("netns", "del", self._space(number), check=False)
+            ip("link", "del", self._cable(number), check=False)
+        ip("link", "del", self._mark, check=False)
+
+    def address(self, number: int) -> str:
+        """Where a host is reached."""
+        return str(self._net[number])
+
+    def prefix(self, number: int) -> Sequence[str]:
+        """What makes a command run on a host."""
+        return ("ip", "netns", "exec", self._space(number))
+
+    def cut(self, number: int) -> None:
+        """Pull a host's cable."""
+        ip("link", "set", self._cable(number), "down")
+
+    def heal(self, number: int) -> None:
+        """Plug it in again."""
+        ip("link", "set", self._cable(number), "up")
+
+    def _space(self, number: int) -> str:
+        return f"{self._mark}-{number}"
+
+    def _cable(self, number: int) -> str:
+        return f"{self._mark}v{number}"
+
+    def _add(self, number: int) -> None:
+        space, cable = self._space(number), self._cable(number)
+        ip("netns", "add", space)
+        ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("link", "set", cable, "master", self._mark)
+        ip("link", "set", cable, "up")
+        place = f"{self.address(number)}/{self._net.prefixlen}"
+        ip("-n", space, "addr", "add", place, "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", space, "link", "set", "lo", "up")
+
+    @staticmethod
+    def _free_net() -> ipaddress.IPv4Network:
+        """A network that this machine has no way to, except to everywhere."""
+        used = [
+            ipaddress.ip_network(line.split()[0])
+            for line in ip("-4", "route", "show").splitlines()
+            if line[0].isdigit()
+        ]
+        while True:
+            one, two = (random.SystemRandom().randrange(256) for _ in range(2))
+            net = ipaddress.IPv4Network(f"10.{one}.{two}.0/24")
+            if not any(net.overlaps(other) for other in used):
+                return net
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    require()
+    with Hosts(3) as three:
+        yield three
+
+
+@pytest.fixture
+def url(tmp_path: Path, hosts: Hosts) -> Iterator[str]:
+    """An etcd that the hosts reach over the bridge."""
+    ports = server_ports(2)
+    urls = [f"http://{host}:{ports[0]}" for host in ("127.0.0.1", hosts.bridge)]
+    args = ["--listen-client-urls", ",".join(urls), "--advertise-client-urls", urls[1]]
+    with EtcdServer(tmp_path / "etcd", ports=(ports[0], ports[1]), args=args):
+        yield f"etcd://{hosts.bridge}:{ports[0]}"
+
+
+class Moments:
+    """When something happened, seen by threads that wait for nothing else."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, float] = {}
+        self._threads: list[threading.Thread] = []
+
+    def process_ends(self, what: str, pid: int) -> None:
+        """Note when a process has ended."""
+        fd = os.pidfd_open(pid)
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if poll.poll(60_000):
+                self.at[what] = time.monotonic()
+            os.close(fd)
+
+        self._begin(wait)
+
+    def key_goes(self, what: str, url: str, key: str) -> None:
+        """Note when a key is gone from the ledger."""
+        opened = ledger.open_sync(url)
+        entry = opened.get(key)
+        assert entry is not None
+        watch = opened.watch(key, start=entry.mod_revision + 1)
+
+        def wait() -> None:
+            limit = time.monotonic() + 60
+            while time.monotonic() < limit and what not in self.at:
+                batch = watch.next(0.5)
+                for event in batch.events if batch is not None else ():
+                    if event.entry is None and event.key == key:
+                        self.at[what] = time.monotonic()
+            watch.close()
+            opened.close()
+
+        self._begin(wait)
+
+    def _begin(self, wait: object) -> None:
+        thread = threading.Thread(target=wait, daemon=True)  # type: ignore[arg-type]
+        thread.start()
+        self._threads.append(thread)
+
+    def all(self, timeout_s: float = 70.0) -> dict[str, float]:
+        """Wait for all of them."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return self.at
+
+
+def states(here: Cluster) -> dict[str, str]:
+    """Node → what it is, in a running cycle."""
+    found = here.status()
+    if found.get("cycle", {}).get("state") != "running":
+        return {}
+    return {node["name"]: node["state"] for node in found["nodes"]}
+
+
+def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, hosts: Hosts, url: str) -> None:
+    """Its workers are stopped before its lease ends; the spare trains on; then it is the spare."""
+    with Cluster(tmp_path, url, nnodes="2:3", flags=FLAGS) as here:
+        commits = Commits(url, "r")
+        program = (SCRIPT, "100000", "0.1", str(tmp_path / "enough"))
+        for number in (0, 1, 2):
+            here.start(
+                f"n{number}",
+                *program,
+                prefix=hosts.prefix(number + 1),
+                flags=["--local-addr", hosts.address(number + 1)],
+                env={"GLOO_SOCKET_IFNAME": "eth0"},
+            )
+        here.until("step 2", lambda: here.step() >= 2, 120)
+        here.until(
+            "two and a spare", lambda: sorted(states(here).values())[1:] == ["active", "spare"]
+        )
+        assert states(here) == {"n0": "active", "n1": "active", "n2": "spare"}
+        worker = here.workers("n0")[0]
+        moments = Moments()
+        moments.process_ends("worker", worker)
+        moments.key_goes("lease", url, Keys("r").node("n0"))
+
+        cut_at, step = time.monotonic(), here.step()
+        hosts.cut(1)
+        here.until("progress with the spare", lambda: here.step() >= step + 5, 120)
+        again_at = time.monotonic()
+        at = moments.all()
+        told = {what: round(moment - cut_at, 2) for what, moment in at.items()}
+        print(f"after the cut: {told}, five steps further {again_at - cut_at:.2f} s")
+        assert at["worker"] < at["lease"], told
+        assert {n: s for n, s in states(here).items() if s == "active"} == {
+            "n1": "active",
+            "n2": "active",
+        }
+        assert here.status()["cycle"]["members"][0][0] == "n2", "the spare has its rank"
+        assert here.agents["n0"].child.alive()
+
+        hosts.heal(1)
+        here.until("n0 as a spare", lambda: states(here).get("n0") == "spare", 60)
+        cycle, step = here.status()["cycle"]["number"], here.step()
+        here.until("progress after the return", lambda: here.step() >= step + 5)
+        assert here.status()["cycle"]["number"] == cycle == 2, "its return ended a cycle"
+
+        below = [pid for agent in here.all for pid in descendants(agent.pid)]
+        (tmp_path / "enough").touch()
+        assert [here.agents[name].code(60) for name in ("n0", "n1", "n2")] == [0, 0, 0]
+        steps = here.committed("step")
+        assert here.committed("total") == steps * (steps + 1) // 2
+        assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+        commits.close()
+
+
+def test_nothing_is_left_of_the_hosts(hosts: Hosts) -> None:
+    """Bridge, cables and namespaces go with the test, also when something fails in between."""
+    with Hosts(2) as more:
+        assert more.bridge != hosts.bridge
+        mark = more._mark
+        assert mark in ip("link", "show")
+    assert mark not in ip("link", "show")
+    assert mark not in ip("netns", "list")
+    assert hosts._mark in ip("netns", "list"), "the others are still there"
