@@ -11,6 +11,7 @@ in it) and exists once it is committed; whoever resumes reads `committed`.
 `guard()` is the comparison itself, for transactions of your own.
 """
 
+import atexit
 import os
 import threading
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ import msgspec
 
 from holdfast.errors import Fenced, Mistake, UnknownOutcome
 from holdfast.ledger.sync import SyncLedger, open_sync
-from holdfast.ledger.types import Compare, Get, Op, Put, join
+from holdfast.ledger.types import Compare, Put, join
 from holdfast.rendezvous.records import Keys
 
 __all__ = ["commit", "committed", "guard", "number"]
@@ -46,19 +47,18 @@ def commit(values: Mapping[str, object]) -> int:
     """Record values (anything JSON can hold) by name, all or none; returns the revision.
 
     Raises `Fenced`, and changes nothing, when the cycle is over. Committing the same again does
-    no harm.
+    no harm. Where an answer was lost and the cycle ended at the same time, it is `Fenced` too,
+    and the commit may have counted, as the last of its cycle: `committed` tells.
     """
     puts = [Put(_key(name), msgspec.json.encode(value)) for name, value in values.items()]
-    gets: list[Op] = [Get(put.key) for put in puts]
     doubt: UnknownOutcome | None = None
     for _ in range(_ATTEMPTS):
         try:
-            txn = _ledger().txn([guard()], puts, gets)
+            txn = _ledger().txn([guard()], puts)
         except UnknownOutcome as error:
             doubt = error  # sent again it does the same, or finds the cycle over
             continue
-        there = [entry.value if entry else None for entry in txn.results]
-        if txn.succeeded or (doubt and there == [put.value for put in puts]):
+        if txn.succeeded:
             return txn.revision
         raise Fenced(
             f"cycle {number()} of {_variable('HOLDFAST_RUN')} is over: this worker was replaced, "
@@ -85,10 +85,16 @@ def _variable(name: str) -> str:
     return value
 
 
+def _close(pid: int, opened: SyncLedger) -> None:
+    if pid == os.getpid():  # what was inherited is the parent's
+        opened.close()
+
+
 def _ledger() -> SyncLedger:
     """One connection per process; a forked child makes its own."""
     place = os.getpid(), _variable("HOLDFAST_LEDGER")
     with _lock:
         if place not in _open:
-            _open[place] = open_sync(place[1])
+            _open[place] = opened = open_sync(place[1])
+            atexit.register(_close, place[0], opened)
         return _open[place]

@@ -25,7 +25,7 @@ def running(*names: str, number: int = 1) -> Cycle:
 
 
 def reopened(cycle: Cycle, kind: str = "failed") -> Cycle:
-    return restart(cycle, Cause(kind=kind, node="n0", at=10.0))  # type: ignore[arg-type]
+    return restart(cycle, Cause(kind=kind, node="n0", at=10.0))
 
 
 def test_an_open_cycle_waits_for_the_minimum_and_says_who_is_missing() -> None:

@@ -201,5 +201,6 @@ def _signals(crew: NodeCrew) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"holdfast: {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a terminal that has gone away ends no node
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()

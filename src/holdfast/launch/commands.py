@@ -3,22 +3,26 @@
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
 import click
+import msgspec
 
 from holdfast import events, ledger
-from holdfast.errors import NotFound
+from holdfast.errors import NotFound, UnknownOutcome
 from holdfast.launch import agent, flags
-from holdfast.ledger.records import put, update
+from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.ledger.types import Delete
+from holdfast.ledger.types import Delete, unchanged
 from holdfast.rendezvous.decide import restart
 from holdfast.rendezvous.overview import lines, look
-from holdfast.rendezvous.records import Cause, Cycle, Drain, Keys
+from holdfast.rendezvous.records import Cause, Cycle, Drain, Keys, put_cycle
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["launch", "nodes", "status"]
+
+_ATTEMPTS = 5
 
 
 def _ledger_option(command: click.decorators.FC) -> click.decorators.FC:
@@ -195,18 +199,25 @@ async def _drain(name: str, run: str, url: str, reason: str, *, now: bool) -> No
                 err=True,
             )
         if now and any(node.name == name and node.rank is not None for node in view.nodes):
-            await _next_cycle(LiveRuntime(opened), keys, name, reason)
+            cause = Cause(kind="drained", node=name, detail=reason)
+            await _next_cycle(LiveRuntime(opened), keys, view.cycle, cause)
     click.echo(f"{name} holds no rank from the next cycle on")
 
 
-async def _next_cycle(runtime: LiveRuntime, keys: Keys, name: str, reason: str) -> None:
-    cause = Cause(kind="drained", node=name, detail=reason)
-
-    def decide(cycle: Cycle | None) -> Cycle:
-        assert cycle is not None
-        return restart(cycle, cause) if cycle.state == "running" else cycle
-
-    await update(runtime, keys.cycle, Cycle, decide)
+async def _next_cycle(runtime: LiveRuntime, keys: Keys, seen: Cycle, cause: Cause) -> None:
+    """End the cycle that was seen, and no later one."""
+    cause = msgspec.structs.replace(cause, at=time.time())
+    for attempt in range(1, _ATTEMPTS + 1):
+        stored = await load(runtime.ledger, keys.cycle, Cycle)
+        there = (stored.record.state, stored.record.number) if stored else None
+        if stored is None or there != ("running", seen.number):
+            return
+        op = put_cycle(keys.cycle, restart(stored.record, cause), over=stored.entry)
+        try:
+            await runtime.ledger.txn([unchanged(stored.entry)], [op])
+        except UnknownOutcome:  # the next look tells
+            if attempt == _ATTEMPTS:
+                raise
 
 
 @nodes.command()

@@ -2,9 +2,15 @@
 
 Puts the pieces together: warm interpreters, log files, the warden's deadline, hangs, health. Every
 cycle gets a new port, so that nothing of an old cycle is met on it.
+
+A node that cannot start, guard or kill its workers leaves, for good: if it came back for its rank
+it would only keep the others from their work. Stopping can be interrupted, and goes on: whoever
+asks next waits for the same stop.
 """
 
 import asyncio
+import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +18,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from holdfast import events, procs
+from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.launch import hang
 from holdfast.launch.hang import Limits
 from holdfast.launch.health import Check, examine
 from holdfast.launch.logs import CycleLogs, Logs
 from holdfast.launch.spec import Seat, Spec
-from holdfast.launch.warden import Warden
+from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import Outcome, Workers
 from holdfast.rendezvous.records import Cause
@@ -27,7 +34,11 @@ __all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Settings"]
 
 UNHEALTHY = 10
 """What an unhealthy node exits with."""
+_UNABLE = 70
+"""What a node exits with that cannot look after its workers."""
 _LOOK_S = 0.5
+_SIGNALLED_S = 0.5
+"""So long after a worker was terminated we may hear that we are, too."""
 _REFILL_S = 5.0
 """So long after a start new interpreters are made: training has begun by then."""
 
@@ -100,10 +111,14 @@ class NodeCrew:
         self._say = say
         self._leave = asyncio.Event()
         self._workers: Workers | None = None
-        self._stopping: Workers | None = None
+        self._stopping: asyncio.Future[None] | None = None
+        self._killed = False
+        self._until_s = math.inf  # the deadline, as the warden was told
+        self._late = False  # whether it has passed
         self._files: CycleLogs | None = None
         self._refill: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
+        warden.failed.add_done_callback(lambda why: self.leave(Leaving(why.result(), _UNABLE)))
 
     # ---- what `attend` asks for --------------------------------------------------
 
@@ -112,7 +127,14 @@ class NodeCrew:
         return procs.free_ports(1, self._settings.address)[0]
 
     async def start(self, place: Place) -> None:
-        """Start this node's workers."""
+        """Start this node's workers, or leave."""
+        try:
+            await self._start(place)
+        except (HoldfastError, OSError) as error:
+            code = error.exit_code if isinstance(error, Mistake) else _UNABLE
+            self.leave(Leaving(f"its workers cannot be started: {error}", code))
+
+    async def _start(self, place: Place) -> None:
         settings = self._settings
         seat = Seat(
             run=settings.run,
@@ -135,6 +157,7 @@ class NodeCrew:
             f"ranks {place.first_rank} to {place.first_rank + place.slots - 1} "
             f"of {place.world_size}"
         )
+        self._until_s, self._late = math.inf, False
         self._files = self._logs.cycle(seat)
         self._workers = await Workers.start(
             self._spec, seat, self._pool, self._files, guard=self._guard
@@ -157,13 +180,16 @@ class NodeCrew:
     async def outcome(self) -> Cause | None:
         """Wait until the workers have ended, or one hangs."""
         workers = self._workers
-        assert workers is not None
+        if workers is None:
+            assert self.left is not None
+            return Cause(kind="withdrew", detail=self.left.reason)
         ended = asyncio.ensure_future(workers.wait())
         hangs = asyncio.ensure_future(self._watch_for_hangs(workers))
         try:
             await asyncio.wait(
                 (ended, hangs, self._warden.failed), return_when=asyncio.FIRST_COMPLETED
             )
+            await self._hear_of_leaving(ended)
             cause = self._cause(
                 ended.result() if ended.done() else None, hangs.result() if hangs.done() else None
             )
@@ -180,9 +206,7 @@ class NodeCrew:
 
     async def stop(self, cause: Cause | None) -> None:
         """Stop whatever runs; before that, tell where it was if something hangs."""
-        if self._workers is None:
-            return
-        if cause is not None and cause.kind == "hung":
+        if self._workers is not None and cause is not None and cause.kind == "hung":
             await self._tell_stacks(self._workers)
         await self._collect(self._settings.grace_s)
 
@@ -206,16 +230,27 @@ class NodeCrew:
 
     def kill(self) -> None:
         """End the workers at once, without waiting for anything."""
-        for workers in (self._workers, self._stopping):
-            for worker in workers.workers if workers is not None else ():
-                worker.process.signal_group(signal.SIGKILL)
+        self._killed = True
+        for worker in self._workers.workers if self._workers is not None else ():
+            worker.process.signal_group(signal.SIGKILL)
 
     def renew(self) -> None:
         """Let the workers live for as long as this node's lease certainly does."""
-        if self.rendezvous is not None and not self._warden.failed.done():
-            self._warden.renew(self.rendezvous.valid_until - self._settings.margin_s)
+        if self.rendezvous is not None:
+            self._late |= boottime_s() >= self._until_s
+            self._until_s = self.rendezvous.valid_until - self._settings.margin_s
+            with contextlib.suppress(Unavailable):  # then its `failed` is done
+                self._warden.renew(self._until_s)
 
     # ---- inside --------------------------------------------------------------------
+
+    async def _hear_of_leaving(self, ended: "asyncio.Future[Outcome]") -> None:
+        """Who signals every process of a job signals us, too: a worker may have been faster."""
+        first = ended.result().first if ended.done() else None
+        if first is not None and first.code == -signal.SIGTERM:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SIGNALLED_S):
+                    await self._leave.wait()
 
     def _guard(self, pids: Sequence[int]) -> None:
         self.renew()
@@ -224,14 +259,17 @@ class NodeCrew:
     def _cause(self, outcome: Outcome | None, hung: str | None) -> Cause | None:
         if outcome is not None and outcome.success:
             return None
+        if self._late or boottime_s() >= self._until_s:  # so the warden has stopped them
+            detail = "its lease was not renewed in time, and its workers were stopped"
+            self._say(detail)
+            return Cause(kind="lost", detail=detail)
         if outcome is not None and outcome.first is not None:
             self._say(str(outcome.first))
             return Cause(kind="failed", detail=str(outcome.first)[:2000])
         if hung is not None:
             return Cause(kind="hung", detail=hung)
         if self._warden.failed.done():
-            self.leave(Leaving(self._warden.failed.result(), 70))
-            return Cause(kind="failed", detail=self._warden.failed.result())
+            return Cause(kind="withdrew", detail=self._warden.failed.result())
         return Cause(kind="failed", detail="the workers were stopped from outside")
 
     async def _watch_for_hangs(self, workers: Workers) -> str:
@@ -255,22 +293,31 @@ class NodeCrew:
         text = await hang.dump(workers.workers)
         assert self._files is not None
         path = self._files.folder / f"stacks_{self._settings.node}.txt"
-        path.write_text(text)
-        self._say(f"stacks of all workers of this node: {path}\n{text}")
+        where = str(path)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            where = f"not written, {error}"
+        self._say(f"stacks of all workers of this node: {where}\n{text}")
 
     async def _collect(self, grace_s: float) -> None:
         """Nothing of the workers is left after this."""
-        workers, self._workers = self._workers, None
-        self._stopping = workers
-        files, self._files = self._files, None
         if self._refill is not None:
             self._refill.cancel()
-        if workers is not None:
-            await workers.stop(grace_s)
-            self._stopping = None
-            if not self._warden.failed.done():
-                self._warden.release()
+        if self._workers is not None:
+            if self._stopping is None:
+                stop = self._workers.stop(0.0 if self._killed else grace_s)
+                self._stopping = asyncio.ensure_future(stop)
+            try:
+                await asyncio.shield(self._stopping)
+            except TimedOut as error:
+                self.leave(Leaving(str(error), _UNABLE))
+                raise
+            self._workers = self._stopping = None
+        files, self._files = self._files, None
         if files is not None:
+            with contextlib.suppress(Unavailable):  # then nobody is guarded any more
+                self._warden.release()
             await asyncio.to_thread(files.close)
 
     async def _check_health(self) -> None:

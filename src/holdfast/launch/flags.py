@@ -1,12 +1,13 @@
 """From flags and environment to a plan: what `holdfast launch` resolves before it starts."""
 
 import json
+import math
 import os
 import re
 import secrets
 import socket
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 from holdfast import ledger
 from holdfast.errors import Mistake
@@ -16,12 +17,14 @@ from holdfast.launch.hang import Learnt, Limits
 from holdfast.launch.identity import identify
 from holdfast.launch.logs import Logs, parse_streams
 from holdfast.launch.spec import Kind, Spec
+from holdfast.ledger.types import MAX_LEASE_S
 from holdfast.rendezvous.records import Rules
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["NOT_NEEDED", "describe", "ledger_url", "resolve"]
 
 _LEASE_LEAST_S = 0.5
+_DOMAIN_CHARS = 200
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 
 NOT_NEEDED = {
@@ -38,16 +41,23 @@ NOT_NEEDED = {
 
 
 def _state_dir() -> Path:
+    """For its owner only: what workers print is in it."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "holdfast"
+    folder = Path(home) / "holdfast"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
 def ledger_url(url: str | None) -> str:
     """The URL to use, made independent of the folder we are in."""
     if url is None:
-        _state_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        url = f"sqlite:///{_state_dir() / 'ledger.db'}"
-    return url
+        url = f"sqlite:///{quote(str(_state_dir() / 'ledger.db'))}"
+    lasting = ledger.open(url).url
+    if not url.startswith("etcd:"):
+        return lasting
+    # That one is for people: without the password, which we and the workers need.
+    login, shown = (one.partition("?")[0].rpartition("@")[0] for one in (url, lasting))
+    return login + lasting.removeprefix(shown)
 
 
 def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agent.Plan:
@@ -88,13 +98,20 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
     rules.check()
     lease_s = _float(given["lease"])
     least_s = DEFAULTS.etcd_min_lease_s if url.startswith("etcd:") else _LEASE_LEAST_S
-    if lease_s < least_s:
-        raise Mistake(f"--lease {lease_s:g}: at least {least_s:g} s on this ledger")
+    if not least_s <= lease_s <= MAX_LEASE_S:
+        raise Mistake(f"--lease {lease_s:g}: at least {least_s:g} s on this ledger, at most a day")
+    grace_s, hang_s = _float(given["grace"]), given["hang_after"]
+    if grace_s < 0 or (isinstance(hang_s, float) and not 0 < hang_s < math.inf):
+        raise Mistake("--grace is 0 or more, and --hang-after more than 0 seconds")
+    if not identity.domain.isprintable() or len(identity.domain) > _DOMAIN_CHARS:
+        raise Mistake(f"--domain: at most {_DOMAIN_CHARS} letters that can be printed")
     address = _text(given["local_addr"]) or _address(url)
     log_dir = given["log_dir"]
     folder = log_dir if isinstance(log_dir, Path) else _state_dir() / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
-    hang_after = given["hang_after"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"--log-dir {folder}: {error.strerror}") from None
     settings = Settings(
         run=run,
         node=identity.name,
@@ -102,9 +119,9 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
         ledger_url=url,
         max_restarts=rules.max_restarts,
         lease_s=lease_s,
-        grace_s=_float(given["grace"]),
+        grace_s=grace_s,
         limits=Limits(
-            beat_s=hang_after if isinstance(hang_after, float) else None,
+            beat_s=hang_s if isinstance(hang_s, float) else None,
             learnt=Learnt() if given["learn_limits"] else None,
         ),
         checks={**health.built_in(address, folder), **health.load()},
@@ -178,16 +195,15 @@ def _address(url: str) -> str:
     """The address from which this node reaches the ledger; loopback when that is here."""
     if not url.startswith("etcd://"):
         return "127.0.0.1"
-    first = urlsplit(url.split(",", maxsplit=1)[0])
+    hosts = url.removeprefix("etcd://").partition("?")[0].rpartition("@")[2]
+    host, _, port = hosts.partition(",")[0].rpartition(":")
     try:
-        kind, *_, place = socket.getaddrinfo(first.hostname, first.port or 2379)[0]
+        kind, *_, place = socket.getaddrinfo(host.strip("[]"), int(port))[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as sock:
             sock.connect(place)  # sends nothing: asks for the route
             return str(sock.getsockname()[0])
     except OSError as error:
-        raise Mistake(
-            f"no way to the ledger at {first.hostname}: {error}; or give --local-addr"
-        ) from None
+        raise Mistake(f"no way to the ledger at {host}: {error}; or give --local-addr") from None
 
 
 def describe(plan: agent.Plan) -> str:

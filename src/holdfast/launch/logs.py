@@ -105,7 +105,9 @@ class CycleLogs:
     """The files of one cycle on this node."""
 
     def __init__(self, logs: Logs, seat: Seat) -> None:
-        name = quote(seat.run, safe="").replace(".", "%2E") or "run"
+        name = quote(seat.run, safe="") or "run"
+        if not name.strip("."):  # "." and ".." are other folders
+            name = name.replace(".", "%2E")
         self.folder = logs.folder.absolute() / name / f"cycle_{seat.cycle}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

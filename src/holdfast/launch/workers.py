@@ -192,7 +192,7 @@ def _reason(path: Path) -> str:
     try:
         message = json.loads(data)["message"]
         return str(message["message"] if isinstance(message, dict) else message)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return data.decode(errors="replace").strip()
 
 

@@ -65,12 +65,12 @@ class _Attendance:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 change.cancel()
+            if self._work is not None and self._work.done():  # first: it may have succeeded
+                cause, self._work = self._work.result(), None
+                await self._report(head, cause)
             if self._leaving.done():
                 await self._leave(head, self._leaving.result())
                 return None
-            if self._work is not None and self._work.done():
-                cause, self._work = self._work.result(), None
-                await self._report(head, cause)
             if change.done() and not change.cancelled():
                 head = change.result()
         return head.record
@@ -106,9 +106,10 @@ class _Attendance:
             await self._rendezvous.restart(head, Cause(kind="withdrew", detail=reason))
 
     async def _stop(self, cause: Cause | None) -> None:
-        if self._work is not None:
-            self._work.cancel()
-            self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            await asyncio.wait((work,))  # it may be in the middle of stopping them itself
         await self._crew.stop(cause)
 
     async def close(self) -> None:

@@ -6,13 +6,17 @@ none) are left out rather than ending everybody's run; the cycle's own record is
 
 from collections.abc import Iterable
 
-from holdfast.errors import Corrupt
+import msgspec
+
 from holdfast.ledger.records import Stored, decode
 from holdfast.ledger.types import Entry
 from holdfast.rendezvous.decide import View
 from holdfast.rendezvous.records import Cycle, Keys, Node
 
 __all__ = ["Board"]
+
+# Made once: there may be thousands of nodes to read.
+_node = msgspec.json.Decoder(Node).decode
 
 
 class Board:
@@ -30,10 +34,10 @@ class Board:
     def see(self, key: str, entry: Entry | None) -> None:
         """Take in one key as it is now; None: it is gone."""
         keys = self._keys
-        if key == keys.cycle:
-            self.cycle = Stored(entry, decode(Cycle, entry)) if entry is not None else None
-        elif key.startswith(keys.nodes):
+        if key.startswith(keys.nodes):  # first, because most are
             self._see_node(key.removeprefix(keys.nodes), entry)
+        elif key == keys.cycle:
+            self.cycle = Stored(entry, decode(Cycle, entry)) if entry is not None else None
         elif key.startswith(keys.ends):
             self._see_end(key.removeprefix(keys.ends), there=entry is not None)
         elif key.startswith(keys.drains):
@@ -63,8 +67,8 @@ class Board:
             self.nodes.pop(name, None)
             return
         try:
-            self.nodes[name] = entry.create_revision, decode(Node, entry)
-        except Corrupt:
+            self.nodes[name] = entry.create_revision, _node(entry.value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self.nodes.pop(name, None)
 
     def _see_end(self, rest: str, *, there: bool) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from holdfast.errors import Compacted, Retriable, UnknownOutcome
 from holdfast.ledger.follow import follow
-from holdfast.ledger.records import Stored, put
+from holdfast.ledger.records import Stored
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, unchanged
 from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.decide import Clock, Wait, decide, seating
-from holdfast.rendezvous.records import Cycle, Keys
+from holdfast.rendezvous.records import Cycle, Keys, put_cycle
 
 __all__ = ["Duty"]
 
@@ -33,21 +33,28 @@ class Duty:
     """One term as the closer; `run` it until the term ends."""
 
     def __init__(
-        self, runtime: Runtime, keys: Keys, guard: Compare, unix: Callable[[], float]
+        self,
+        runtime: Runtime,
+        keys: Keys,
+        guard: Compare,
+        unix: Callable[[], float],
+        *,
+        open_since: tuple[int, float] = (0, 0.0),
     ) -> None:
+        """`open_since`: a cycle that is known to be open, and since when by our own clock."""
         self._runtime = runtime
         self._keys = keys
         self._guard = guard
         self._unix = unix
         self._board = Board(keys)
         self._wake = asyncio.Event()
-        self._number = 0
-        self._open_since = 0.0
+        self._number, self._open_since = open_since
         self._enough_since: float | None = None
 
     async def run(self) -> None:
         """Look, decide, commit, until the run has ended."""
         pump = self._runtime.spawn(self._pump(), name="closer's watch")
+        pump.add_done_callback(lambda _: self._wake.set())
         try:
             while True:
                 self._wake.clear()
@@ -57,7 +64,7 @@ class Duty:
                 wait_s = await self._look(stored)
                 await self._sleep(wait_s)
                 if pump.done():
-                    pump.result()
+                    pump.result()  # without it nothing would ever change again
         finally:
             pump.cancel()
 
@@ -119,7 +126,7 @@ class Duty:
     async def _commit(self, stored: Stored[Cycle], verdict: Cycle) -> None:
         key = self._keys.cycle
         txn = await self._runtime.ledger.txn(
-            [unchanged(stored.entry), self._guard], [put(key, verdict, over=stored.entry)]
+            [unchanged(stored.entry), self._guard], [put_cycle(key, verdict, over=stored.entry)]
         )
         if txn.succeeded and verdict.state == "open":
             await self._tidy()

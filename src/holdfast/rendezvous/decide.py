@@ -10,7 +10,10 @@ how late.
   belongs to another life of the node), unless that member had finished; when a member asked for
   it (`restart`); or when more nodes are there than it has, and the rules want them.
 - It succeeds when every member has finished. That is recorded before anybody leaves.
-- The run fails when the restarts are used up, or when too few nodes come."""
+- The run fails when the restarts are used up, or when too few nodes come.
+- A run that has grown before grows again only when its cycle has lasted for a while, longer each
+  time: a node that comes and goes, or answers too late, cannot keep the others from their work.
+"""
 
 from collections.abc import Mapping, Set
 
@@ -22,6 +25,9 @@ from holdfast.rendezvous.records import Cause, Cycle, Node, Rules
 __all__ = ["Clock", "View", "Wait", "begin", "decide", "restart", "seating"]
 
 _HISTORY_MAX = 20
+_DETAIL_CHARS = 2000
+_GROW_AGAIN_S = 10.0
+_GROW_AGAIN_MAX_S = 1280.0
 
 
 class View(msgspec.Struct, frozen=True):
@@ -79,7 +85,10 @@ def decide(view: View, clock: Clock) -> Cycle | Wait:
 
 def restart(cycle: Cycle, cause: Cause) -> Cycle:
     """The record after a cycle was ended for `cause`: the next cycle, or the end of the run."""
-    cause = msgspec.structs.replace(cause, cycle=cycle.number)
+    if cycle.final:
+        return cycle
+    detail = cause.detail[:_DETAIL_CHARS].encode(errors="replace").decode()  # it may be anything
+    cause = msgspec.structs.replace(cause, cycle=cycle.number, detail=detail)
     history = (*cycle.history, cause)[-_HISTORY_MAX:]
     restarts = cycle.restarts
     if cause.kind in ("failed", "hung"):
@@ -108,8 +117,13 @@ def _decide_open(view: View, clock: Clock) -> Cycle | Wait:
     cycle, rules = view.cycle, view.cycle.rules
     possible = seating(view)
     if possible is None:
-        ready = sum(node.cycle == cycle.number for _, node in view.nodes.values())
+        ready = sum(
+            node.cycle == cycle.number and name not in view.drained
+            for name, (_, node) in view.nodes.items()
+        )
         missing = f"{ready} of at least {rules.lowest} nodes are ready"
+        if ready >= rules.lowest:
+            missing += f", too few of them in segments of {rules.segment} of one domain"
         if clock.open_s < rules.join_s:
             return Wait(rules.join_s - clock.open_s, missing)
         cause = Cause(
@@ -142,7 +156,7 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
 
 def _decide_running(view: View, clock: Clock) -> Cycle | Wait:
     cycle = view.cycle
-    if len(view.ends) == len(cycle.members):
+    if view.ends >= set(range(len(cycle.members))):
         return _replace(cycle, state="succeeded")
     for rank, member in enumerate(cycle.members):
         there = view.nodes.get(member.name)
@@ -153,6 +167,14 @@ def _decide_running(view: View, clock: Clock) -> Cycle | Wait:
             )
     possible = seating(view) if not view.ends else None
     if possible is not None and len(possible.members) > len(cycle.members):
+        if (wait_s := _calm_s(cycle) - clock.open_s) > 0:
+            return Wait(wait_s)
         detail = f"from {len(cycle.members)} to {len(possible.members)} nodes"
         return restart(cycle, Cause(kind="grew", detail=detail, at=clock.unix_s))
     return Wait()
+
+
+def _calm_s(cycle: Cycle) -> float:
+    """How long a cycle lasts before it may end for the sake of more nodes."""
+    times = sum(cause.kind == "grew" for cause in cycle.history)
+    return min(_GROW_AGAIN_S * 2 ** (times - 1), _GROW_AGAIN_MAX_S) if times else 0.0

@@ -3,7 +3,8 @@
 Pure. `assign` is given the nodes that are ready for a cycle and who held which rank in the last
 one:
 
-- as many nodes are active as the rules allow (`wanted`); the others are spares;
+- as many nodes are active as the rules allow (`wanted`), and as were before, as long as there are
+  enough; the others are spares;
 - a segment's nodes come from one domain, and a domain that cannot fill a segment gives none;
 - whoever held a rank keeps it when it can; freed ranks go to spares of the same domain first,
   and when a domain can no longer fill a segment, the whole segment goes to another domain;
@@ -49,7 +50,8 @@ def assign(ready: Sequence[Ready], former: Sequence[Member], rules: Rules) -> Se
     size = rules.segment
     domains = _domains(ready, rules)
     room = {domain: len(nodes) // size for domain, nodes in domains.items()}
-    segments = min(_wanted(len(ready), rules) // size, sum(room.values()))
+    held = min(len(former), len(ready), rules.highest)  # a spare is there to take a freed rank
+    segments = min(max(_wanted(len(ready), rules), held) // size, sum(room.values()))
     if segments * size < rules.lowest:
         return None
     places = _places(former, domains, room, segments, size)

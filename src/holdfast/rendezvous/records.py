@@ -13,13 +13,14 @@ whoever compares its revision in a transaction acts within one cycle or not at a
 This module is pure.
 """
 
+import math
 from typing import Literal
 
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.ledger.records import Record
-from holdfast.ledger.types import join
+from holdfast.ledger.records import Record, put
+from holdfast.ledger.types import Entry, Put, join
 
 __all__ = [
     "Cause",
@@ -31,6 +32,7 @@ __all__ = [
     "Member",
     "Node",
     "Rules",
+    "put_cycle",
 ]
 
 _NODES_MAX = 10_000
@@ -83,8 +85,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Fal
             self.stop_s,
             self.restart_window_s,
         )
-        if min(times) < 0 or self.max_restarts < 0:
-            raise Mistake("times and the number of restarts cannot be negative")
+        if min(times) < 0 or self.max_restarts < 0 or not all(map(math.isfinite, times)):
+            raise Mistake("times, and the number of restarts, are finite and not negative")
 
     @property
     def lowest(self) -> int:
@@ -100,7 +102,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Fal
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Why a cycle ended."""
 
-    kind: Literal["failed", "hung", "lost", "withdrew", "drained", "grew", "asked"]
+    kind: str
+    """failed, hung, lost, withdrew, drained, grew, asked, or what a newer version calls it"""
     node: str = ""
     detail: str = ""
     cycle: int = 0
@@ -211,3 +214,23 @@ class Keys:
     def end(self, number: int, rank: int) -> str:
         """The success of one node in one cycle."""
         return f"{self.ends}{number}/{rank}"
+
+
+class _Raw(msgspec.Struct):
+    """The rules of a stored cycle as they were written."""
+
+    rules: msgspec.Raw
+
+
+def put_cycle(key: str, cycle: Cycle, *, over: Entry) -> Put:
+    """The operation that changes a cycle's record, and leaves its rules exactly as they were.
+
+    They never change, and may have fields of a newer version: dropping these would make the
+    nodes of that version strangers to their own run.
+    """
+    op = put(key, cycle, over=over)
+    mine, theirs = (msgspec.json.decode(raw, type=_Raw).rules for raw in (op.value, over.value))
+    if mine == theirs:
+        return op
+    fields = msgspec.json.decode(op.value, type=dict[str, msgspec.Raw])
+    return Put(key, msgspec.json.encode({**fields, "rules": theirs}))

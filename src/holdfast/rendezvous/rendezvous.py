@@ -32,7 +32,6 @@ import msgspec
 
 from holdfast.errors import (
     Gone,
-    HoldfastError,
     LeaseLost,
     Mistake,
     Retriable,
@@ -40,7 +39,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger.follow import follow
 from holdfast.ledger.leases import Keeper
-from holdfast.ledger.records import Stored, decode, load, put
+from holdfast.ledger.records import Stored, decode, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import (
     Compare,
@@ -57,13 +56,24 @@ from holdfast.ledger.types import (
 from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.decide import begin
 from holdfast.rendezvous.decide import restart as restarted
-from holdfast.rendezvous.records import Cause, Closer, Cycle, End, Keys, Node, Rules
+from holdfast.rendezvous.records import (
+    Cause,
+    Closer,
+    Cycle,
+    End,
+    Keys,
+    Node,
+    Rules,
+    put_cycle,
+)
 
 __all__ = ["Place", "Rendezvous"]
 
 _PAUSE_S = 0.05
 _PAUSE_MAX_S = 2.0
 _NAME_TAKEN_LEASES = 3
+_STAND_INS = 3
+_STAND_IN_S = 0.2
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -93,7 +103,7 @@ class Rendezvous:
     """
 
     duty: type[Duty] = Duty
-    _trouble: HoldfastError | None = None
+    _trouble: Exception | None = None
 
     def __init__(
         self,
@@ -119,6 +129,7 @@ class Rendezvous:
         self._is_dead = is_dead
         self._head: Stored[Cycle]
         self._closer: Entry | None = None
+        self._heard_of_closer = False
         self._entry: Entry | None = None
         self._news = asyncio.Event()
         self._keeper: Keeper
@@ -178,25 +189,23 @@ class Rendezvous:
         cycle = head.record
         if cycle.state != "running" or self._entry is None:
             return None
-        first_rank = 0
-        for rank, member in enumerate(cycle.members):
-            if member.name == self._name:
-                if member.life != self._entry.create_revision:
-                    return None  # an earlier life of this node held it
-                first = cycle.members[0]
-                return Place(
-                    cycle.number,
-                    head.entry.mod_revision,
-                    rank,
-                    len(cycle.members),
-                    first_rank,
-                    cycle.world_size,
-                    member.slots,
-                    first.address,
-                    first.port,
-                )
-            first_rank += member.slots
-        return None
+        rank = next((r for r, one in enumerate(cycle.members) if one.name == self._name), None)
+        if rank is None:
+            return None
+        first, member = cycle.members[0], cycle.members[rank]
+        if member.life != self._entry.create_revision:
+            return None  # an earlier life of this node held it
+        return Place(
+            cycle.number,
+            head.entry.mod_revision,
+            rank,
+            len(cycle.members),
+            sum(one.slots for one in cycle.members[:rank]),
+            cycle.world_size,
+            member.slots,
+            first.address,
+            first.port,
+        )
 
     async def succeed(self, head: Stored[Cycle]) -> bool:
         """Record that all workers of this node have succeeded. False: the cycle is over."""
@@ -213,7 +222,7 @@ class Rendezvous:
         cause = msgspec.structs.replace(cause, node=cause.node or self._name, at=self._unix())
         fresh = restarted(head.record, cause)
         await self._insist(
-            [unchanged(head.entry)], [put(self._keys.cycle, fresh, over=head.entry)]
+            [unchanged(head.entry)], [put_cycle(self._keys.cycle, fresh, over=head.entry)]
         )
 
     # ---- the node's own record -------------------------------------------------
@@ -272,14 +281,13 @@ class Rendezvous:
 
     async def _first_head(self) -> Stored[Cycle]:
         """The cycle's record; made by whoever comes first."""
-        fresh = put(self._keys.cycle, begin(self._rules))
-        await self._insist([absent(self._keys.cycle)], [fresh])
-        stored = None
-        while stored is None:
-            with contextlib.suppress(Retriable):
-                stored = await load(self._runtime.ledger, self._keys.cycle, Cycle)
-            if stored is None:
-                await self._pause(_PAUSE_S)
+        key = self._keys.cycle
+        fresh = put(key, begin(self._rules))
+        entry = None
+        while entry is None:  # also when it was removed in between
+            txn = await self._insist([absent(key)], [fresh, Get(key)], [Get(key)])
+            entry = txn.results[-1]
+        stored = Stored(entry, decode(Cycle, entry))
         if stored.record.rules != self._rules and not stored.record.final:
             raise Mistake(
                 f"this run was begun with {_tell(stored.record.rules)}, not with "
@@ -292,13 +300,14 @@ class Rendezvous:
             async with contextlib.aclosing(follow(self._runtime, self._keys.head)) as steps:
                 async for step in steps:
                     self._closer = step.entries.get(self._keys.closer)
+                    self._heard_of_closer = True
                     entry = step.entries.get(self._keys.cycle)
                     if entry is None:
                         raise Gone("the run's records were removed", key=self._keys.cycle)
                     if entry.mod_revision > self._head.entry.mod_revision:
                         self._head = Stored(entry, decode(Cycle, entry))
                     self._tell_news()
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 -- a task's boundary: `_hear` raises it
             self._trouble = error
             self._tell_news()
 
@@ -330,16 +339,21 @@ class Rendezvous:
         try:
             while not self._head.record.final:
                 news = self._news
-                if self._closer is None:
+                if not self._heard_of_closer:
+                    pass  # most of a crowd find that there is one, and need not ask for it
+                elif self._closer is None:
                     await self._apply()
                 elif self._is_closer():
                     guard = same_life(self._closer)
                     await self.duty(self._runtime, self._keys, guard, self._unix).run()
                     return
+                elif (patience_s := self._patience_s()) is not None:
+                    await self._stand_in(news, patience_s)
+                    continue
                 await self._hear(news)
         except LeaseLost:
             pass  # whoever uses this object hears of it, too
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 -- `_hear` raises it, and the office falls vacant
             self._trouble = error
             self._tell_news()
 
@@ -350,6 +364,39 @@ class Rendezvous:
         """Try to become the closer; the head tells who did."""
         op = put(self._keys.closer, Closer(node=self._name), lease=self._keeper.id)
         await self._insist([absent(self._keys.closer)], [op])
+
+    def _patience_s(self) -> float | None:
+        """After how long this node does what the closer has left lying; None: never.
+
+        A closer that dies is missed when its lease ends; members that wait for their ranks can do
+        without it, because anybody may commit what `decide` says. Few of them try, one after
+        another.
+        """
+        cycle = self._head.record
+        if cycle.state != "open" or self._entry is None:
+            return None
+        for rank, member in enumerate(cycle.members[:_STAND_INS]):
+            if member.name == self._name:
+                return cycle.rules.settle_s + _STAND_IN_S * (rank + 1)
+        return None
+
+    async def _stand_in(self, news: asyncio.Event, patience_s: float) -> None:
+        """Wait for news of the head; when there are none for so long, look after the cycle."""
+        assert self._entry is not None
+        since = self._head.record.number, self._runtime.now()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._hear(news)
+            return
+        guard = same_life(self._entry)
+        duty = self.duty(self._runtime, self._keys, guard, self._unix, open_since=since)
+        work = self._runtime.spawn(duty.run(), name=f"{self._name} stands in")
+        try:
+            await self._hear(news)
+        finally:
+            work.cancel()
+            if work.done() and not work.cancelled():
+                work.exception()  # the closer, or whoever is next, sees to it
 
     # ---- the ledger --------------------------------------------------------------
 
