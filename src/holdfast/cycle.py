@@ -12,6 +12,7 @@ in it) and exists once it is committed; whoever resumes reads `committed`.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -87,7 +88,8 @@ def _variable(name: str) -> str:
 
 def _close(pid: int, opened: SyncLedger) -> None:
     if pid == os.getpid():  # what was inherited is the parent's
-        opened.close()
+        with contextlib.suppress(RuntimeError):  # threads end before this is called
+            opened.close()
 
 
 def _ledger() -> SyncLedger:
