@@ -84,6 +84,7 @@ def test_a_killed_worker_costs_one_cycle(tmp_path: Path) -> None:
         print(f"kill of a worker to the next all-reduce: {took_s:.2f} s")
 
 
+@pytest.mark.long
 def test_a_killed_rank_0_agent_is_replaced_by_a_spare(tmp_path: Path) -> None:
     """Two active nodes and a spare; kill -9 of the agent that hosts the store: one cycle."""
     with cluster(tmp_path, "2") as nodes:
@@ -101,6 +102,7 @@ def test_a_killed_rank_0_agent_is_replaced_by_a_spare(tmp_path: Path) -> None:
         print(f"kill of rank 0's agent to the next all-reduce: {took_s:.2f} s")
 
 
+@pytest.mark.long
 def test_a_second_node_is_taken_in(tmp_path: Path) -> None:
     """With 1:2 a node trains alone until another one comes; then they train together."""
     with cluster(tmp_path, "1:2") as nodes:
@@ -141,6 +143,7 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path) -> None:
         print(f"everybody had left {took_s:.2f} s after the workers were told to end")
 
 
+@pytest.mark.long
 def test_exit_codes_of_a_run_that_fails(tmp_path: Path) -> None:
     """When an agent has used up its restarts, nobody exits with 0, and everybody learns why."""
     with cluster(tmp_path, "2") as nodes:
