@@ -34,10 +34,11 @@ bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.transfer
-	$(BIN)/python -m benchmarks.queue
+	$(BIN)/python -m benchmarks.sample_queue
+	$(BIN)/python -m benchmarks.rendezvous
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: setup setup-servers setup-long
 setup:
