@@ -1,6 +1,6 @@
 """The figures of the queue: samples/s through put, claim and acknowledge, in batches of 1,000.
 
-`python -m benchmarks.sample_queue [--repeats 5] [--batches 20] [sqlite] [etcd]`. One process, one batch
+`python -m benchmarks.sample_queue [--repeats 5] [--batches 20] [sqlite] [etcd]`. One batch
 after the other: the figure is all samples over all of the time, everything that is tidied up in
 between included. Once with records alone, and once with a tensor of 256 bytes for each sample,
 which is put into shared memory, fetched and proven. Ledgers and kinds take turns; each turn

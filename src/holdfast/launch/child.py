@@ -25,8 +25,8 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import builtins
 import contextlib
-import gc
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import json
