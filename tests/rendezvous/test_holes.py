@@ -165,6 +165,20 @@ async def test_the_death_of_whoever_looks_after_the_cycle_costs_one_cycle(url: s
             )
 
 
+async def test_a_closer_that_died_is_stood_in_for(url: str) -> None:
+    """Its lease lasts for long; the others, whose workers fail because of it, do not wait."""
+    async with meeting(url, RULES, lease_s=60.0) as here:
+        here.join("n0")
+        await here.until("a closer", lambda: here["n0"].rendezvous is not None)
+        while await here.ledger.get(KEYS.closer) is None:
+            await asyncio.sleep(0.01)
+        here.join("n1", "n2")
+        await here.ranks("n0", "n1")
+        await here["n0"].kill()
+        here["n1"].crew.end(Cause(kind="failed", detail="connection reset by peer"))
+        await here.ranks("n2", "n1")
+
+
 async def test_five_alive_with_a_maximum_of_four(url: str) -> None:
     """The fifth is a spare; nothing is closed because of it."""
     rules = Rules(minimum=4, maximum=4, last_call_s=0.2)
