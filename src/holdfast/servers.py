@@ -342,7 +342,7 @@ class MooncakeServer(Server):
         # What was put stays until it is deleted: this is a store, not a cache.
         argv += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
         # A holder that a busy machine keeps from answering is not dead: its values would be lost.
-        argv += ["--client_ttl=60"]
+        argv += ["--client_ttl=60", "--default_kv_lease_ttl=60000"]
         return [*argv, *self._args]
 
     def ready(self) -> bool:
