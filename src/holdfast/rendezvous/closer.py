@@ -27,6 +27,7 @@ _LOOK_AGAIN_S = 1.0
 _GATHER_S = 0.001
 """Changes come in crowds; one look is enough for all that arrive within this time."""
 _DELETES_MAX = 100
+_COMPARED_MAX = 100
 
 
 class Duty:
@@ -125,9 +126,15 @@ class Duty:
 
     async def _commit(self, stored: Stored[Cycle], verdict: Cycle) -> None:
         key = self._keys.cycle
-        txn = await self._runtime.ledger.txn(
-            [unchanged(stored.entry), self._guard], [put_cycle(key, verdict, over=stored.entry)]
-        )
+        compare = [unchanged(stored.entry), self._guard]
+        if verdict.state == "running" and len(verdict.members) <= _COMPARED_MAX:
+            # A transaction may arrive late. Who is dead by then gets no rank; in larger runs they
+            # get one, and it costs a cycle.
+            compare += [
+                Compare(self._keys.node(member.name), "create", "==", member.life)
+                for member in verdict.members
+            ]
+        txn = await self._runtime.ledger.txn(compare, [put_cycle(key, verdict, over=stored.entry)])
         if txn.succeeded and verdict.state == "open":
             await self._tidy()
 
