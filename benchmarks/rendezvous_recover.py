@@ -5,6 +5,7 @@ goes through all three, and each is measured from the outside: workers tell what
 in files (`rendezvous_work.py`), agents are watched for their ends.
 """
 
+import abc
 import contextlib
 import json
 import os
@@ -77,7 +78,7 @@ class Session(NamedTuple):
     trouble: str = ""
 
 
-class Launcher:
+class Launcher(abc.ABC):
     """How a node's agent is started."""
 
     name = ""
@@ -86,9 +87,9 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @abc.abstractmethod
     def argv(self, number: int) -> list[str]:
         """The command of node `number`; 0 hosts what must be hosted."""
-        raise NotImplementedError
 
     def env(self) -> dict[str, str]:
         """What its environment adds."""
