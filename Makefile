@@ -12,11 +12,11 @@ help: ## Show this list
 run: setup ## The main job: simulate every protocol and show that broken ones are caught
 	$(BIN)/holdfast sim --all --seeds 200
 
-test: check setup-servers ## What CI runs: checks and all quick tests
+test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
 	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 300 --fresh
 
-test-long: check setup-long ## The full numbers: matrices, storms, thousands of seeds
+test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, thousands of seeds
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
@@ -38,9 +38,9 @@ bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.rendezvous
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: setup setup-servers setup-long
+.PHONY: setup setup-servers setup-sdks setup-long
 setup:
 	@PYTHON=$(PYTHON) scripts/setup packages
 
@@ -49,3 +49,6 @@ setup-servers: setup
 
 setup-long: setup
 	@PYTHON=$(PYTHON) scripts/setup long
+
+setup-sdks:
+	@PYTHON=$(PYTHON) scripts/setup-sdks

@@ -24,13 +24,16 @@ _LEFT = 141  # what a shell reports for a program that SIGPIPE has ended
 
 # name -> (module, attribute, one line for the overview)
 _COMMANDS = {
+    "accounts": ("holdfast.gateway.commands", "accounts", "Make and revoke API keys."),
     "chaos": ("holdfast.chaos.commands", "chaos", "Break things on purpose, by seed."),
     "doctor": ("holdfast.doctor", "doctor", "Check this machine and a configuration."),
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
+    "jobs": ("holdfast.jobs.commands", "jobs", "Create trainer jobs, and look after them."),
     "launch": ("holdfast.launch.commands", "launch", "Run a program on several nodes."),
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
     "nodes": ("holdfast.launch.commands", "nodes", "Move nodes of a run out, or back in."),
     "queue": ("holdfast.transfer.commands", "queue", "Look into a queue of samples."),
+    "serve": ("holdfast.gateway.commands", "serve", "Start control plane, gateway and host."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
     "status": ("holdfast.launch.commands", "status", "Show the nodes of a run."),
     "transfer": ("holdfast.transfer.commands", "transfer", "Look into a store of values."),

@@ -16,6 +16,7 @@
     ├── Mistake             the caller must change the call
     │   ├── TooLarge        beyond a documented limit
     │   ├── NotFound        it has never been there
+    │   ├── Exists          it is there already, or was; the name is not free
     │   ├── Denied          credentials or file permissions do not allow it
     │   ├── TooNew          written by a newer Holdfast than this one
     │   └── MissingPackage  an optional package or program is not installed
@@ -35,6 +36,7 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "Denied",
+    "Exists",
     "Fenced",
     "Gone",
     "HoldfastError",
@@ -164,6 +166,10 @@ class NotFound(Mistake):
     """It has never been there, as far as the authority knows."""
 
     exit_code = 4
+
+
+class Exists(Mistake):
+    """It is there already, or has been: the name is not free."""
 
 
 class Denied(Mistake):

@@ -1,6 +1,6 @@
 """What this machine says about itself: its boot, and the file system under a path.
 
-Read-only and Linux-shaped: everything comes from /proc. Nothing is cached, because a
+Linux-shaped: everything but the user's own folder comes from /proc. Nothing is cached, because a
 mount can change under a running process.
 """
 
@@ -18,6 +18,7 @@ __all__ = [
     "file_system_of",
     "is_network_file_system",
     "mounts",
+    "state_dir",
 ]
 
 UNKNOWN_FILE_SYSTEM = "unknown"
@@ -99,3 +100,11 @@ def _mount_id(path: Path) -> int:
 def _unescape(text: str) -> str:
     """Undo the octal escapes that the kernel puts for blanks and the like."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def state_dir() -> Path:
+    """The folder for what lasts between runs. For its owner only: programs' output is in it."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(home) / "holdfast"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -97,10 +97,10 @@ class Child:
         while not ready():
             if not self.alive():
                 raise Unavailable(
-                    f"{self.name} ended with code {self._exit()} before it was ready{self._tail()}"
+                    f"{self.name} ended with code {self._exit()} before it was ready{self.tail()}"
                 )
             if time.monotonic() > deadline:
-                raise TimedOut(f"{self.name} was not ready after {timeout_s} s{self._tail()}")
+                raise TimedOut(f"{self.name} was not ready after {timeout_s} s{self.tail()}")
             time.sleep(_POLL_S)
 
     def _exit(self) -> int | None:
@@ -116,7 +116,8 @@ class Child:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """The last lines of its log, for an error message."""
         if self.log is None or not self.log.exists():
             return ""
         with self.log.open("rb") as file:

@@ -118,6 +118,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "etcd_min_lease_s",
         "<=",
+        "host_lease_s",
+        "etcd silently lengthens a shorter lease, and a dead host's trainers count for longer",
+    ),
+    Rule(
+        "poll_hold_s",
+        "<",
+        "sdk_poll_s",
+        "a poll that is held for longer than its caller waits is never answered",
+    ),
+    Rule(
+        "submit_wait_s",
+        "<",
+        "sdk_poll_s",
+        "a caller that has given up sends the same operation again beside the first",
+    ),
+    Rule(
+        "etcd_min_lease_s",
+        "<=",
         "node_lease_s",
         "etcd silently lengthens a shorter lease, and a dead node holds its rank for longer",
     ),
@@ -170,6 +188,14 @@ class Timeouts(BaseModel):
     node_lease_s: float = _seconds(
         5.0, "How long a node of a run holds its rank after its last sign of life."
     )
+    host_lease_s: float = _seconds(
+        5.0, "How long trainers count as RUNNING after the last sign of life of their host."
+    )
+    submit_wait_s: float = _seconds(
+        5.0, "How long a gateway keeps a submit while its trainer has no route."
+    )
+    poll_hold_s: float = _seconds(20.0, "How long a gateway holds a poll that has no answer yet.")
+    sdk_poll_s: float = _seconds(45.0, "How long the public SDKs wait for the answer to a poll.")
     member_lease_s: float = _seconds(
         10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
     )

@@ -148,7 +148,7 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
 @click.option("--watch", "follow", is_flag=True, help="Show it again whenever it changes.")
 def status(run: str, url: str | None, as_json: bool, follow: bool) -> None:
     """Show a run's cycle, its members, spares and last failures."""
-    asyncio.run(_status(run, flags.ledger_url(url), as_json=as_json, again=follow))
+    asyncio.run(_status(run, ledger.lasting(url), as_json=as_json, again=follow))
 
 
 async def _status(run: str, url: str, *, as_json: bool, again: bool) -> None:
@@ -180,7 +180,7 @@ def nodes() -> None:
 @click.option("--now", is_flag=True, help="Begin the next cycle at once.")
 def drain(name: str, run: str, url: str | None, reason: str, now: bool) -> None:
     """Give NAME no rank from the next cycle on; it stays as a spare that is never chosen."""
-    asyncio.run(_drain(name, run, flags.ledger_url(url), reason, now=now))
+    asyncio.run(_drain(name, run, ledger.lasting(url), reason, now=now))
 
 
 async def _drain(name: str, run: str, url: str, reason: str, *, now: bool) -> None:
@@ -228,7 +228,7 @@ def undrain(name: str, run: str, url: str | None) -> None:
     """Let NAME hold a rank again."""
 
     async def work() -> bool:
-        async with ledger.open(flags.ledger_url(url)) as opened:
+        async with ledger.open(ledger.lasting(url)) as opened:
             txn = await opened.txn([], [Delete(Keys(run).drain(name))])
             return txn.results[0] is not None
 

@@ -7,7 +7,6 @@ import re
 import secrets
 import socket
 from pathlib import Path
-from urllib.parse import quote
 
 from holdfast import ledger
 from holdfast.errors import Mistake
@@ -18,10 +17,11 @@ from holdfast.launch.identity import identify
 from holdfast.launch.logs import Logs, parse_streams
 from holdfast.launch.spec import Kind, Spec
 from holdfast.ledger.types import MAX_LEASE_S
+from holdfast.machine import state_dir
 from holdfast.rendezvous.records import Rules
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["NOT_NEEDED", "describe", "ledger_url", "resolve"]
+__all__ = ["NOT_NEEDED", "describe", "resolve"]
 
 _LEASE_LEAST_S = 0.5
 _DOMAIN_CHARS = 200
@@ -38,26 +38,6 @@ NOT_NEEDED = {
     "master_port": "a port is chosen for every cycle",
 }
 """torchrun's flags that are taken, told about and not used, by name: why."""
-
-
-def _state_dir() -> Path:
-    """For its owner only: what workers print is in it."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(home) / "holdfast"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-def ledger_url(url: str | None) -> str:
-    """The URL to use, made independent of the folder we are in."""
-    if url is None:
-        url = f"sqlite:///{quote(str(_state_dir() / 'ledger.db'))}"
-    lasting = ledger.open(url).url
-    if not url.startswith("etcd:"):
-        return lasting
-    # That one is for people: without the password, which we and the workers need.
-    login, shown = (one.partition("?")[0].rpartition("@")[0] for one in (url, lasting))
-    return login + lasting.removeprefix(shown)
 
 
 def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agent.Plan:
@@ -83,7 +63,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
                 "--run NAME (Slurm and Kubernetes jobs have one by themselves)"
             )
         run = f"run-{secrets.token_hex(4)}"
-    url = ledger_url(_endpoint(given))
+    url = ledger.lasting(_endpoint(given))
     rules = Rules(
         minimum=minimum,
         maximum=maximum,
@@ -107,7 +87,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
         raise Mistake(f"--domain: at most {_DOMAIN_CHARS} letters that can be printed")
     address = _text(given["local_addr"]) or _address(url)
     log_dir = given["log_dir"]
-    folder = log_dir if isinstance(log_dir, Path) else _state_dir() / "runs"
+    folder = log_dir if isinstance(log_dir, Path) else state_dir() / "runs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

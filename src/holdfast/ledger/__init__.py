@@ -37,7 +37,7 @@ from holdfast.ledger.types import (
     unchanged,
     value_is,
 )
-from holdfast.ledger.url import open, without_password
+from holdfast.ledger.url import lasting, open, without_password
 
 __all__ = [
     "KEEP",
@@ -72,6 +72,7 @@ __all__ = [
     "absent",
     "follow",
     "join",
+    "lasting",
     "open",
     "open_sync",
     "present",

@@ -13,8 +13,9 @@ from urllib.parse import parse_qsl, quote, unquote
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.memory import MemoryLedger, shared_hub
+from holdfast.machine import state_dir
 
-__all__ = ["open", "without_password"]
+__all__ = ["lasting", "open", "without_password"]
 
 _FORMS = "memory:, sqlite:///path/to/file.db or etcd://host:port,host:port"
 _TRUE = {"1", "true", "yes", "on"}
@@ -39,6 +40,18 @@ def open(url: str) -> Ledger:
         raise Mistake(f"no ledger is called {scheme!r}: use {_FORMS}")
     ledger.url = _lasting(url)
     return ledger
+
+
+def lasting(url: str | None) -> str:
+    """The URL to use, made independent of the folder we are in; None: the user's own ledger."""
+    if url is None:
+        url = f"sqlite:///{quote(str(state_dir() / 'ledger.db'))}"
+    shown = open(url).url
+    if not url.startswith("etcd:"):
+        return shown
+    # That one is for people: without the password, which we and our children need.
+    login, without = (one.partition("?")[0].rpartition("@")[0] for one in (url, shown))
+    return login + shown.removeprefix(without)
 
 
 def without_password(url: str) -> str:

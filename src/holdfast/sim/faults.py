@@ -9,7 +9,7 @@ Each seed draws its own mix ("swarm"): which kinds are on and how often they fir
 bugs only show when other faults keep out of the way. Besides, each seed has one pair of
 fault and step that it insists on, all pairs in turn, so that rare steps are not left out.
 A protocol without a disk has no steps there, and none of the disk's faults; the same goes
-for a store of values.
+for a store of values, and for calls between processes.
 """
 
 import random
@@ -22,6 +22,7 @@ __all__ = [
     "APPLIES",
     "CALLS",
     "DISK",
+    "NET",
     "PAIRS",
     "STORE",
     "Fault",
@@ -36,8 +37,9 @@ SENT = tuple(f"{call}.sent" for call in CALLS)
 ANSWERED = tuple(f"{call}.answered" for call in CALLS)
 DISK = ("disk.read", "disk.write", "disk.name", "disk.sync")
 STORE = ("store.sent", "store.answered")
+NET = ("net.sent", "net.answered")
 ANYWHERE = ("start", "timer", "watch.event", *SENT, *ANSWERED)
-EVERYWHERE = (*ANYWHERE, *DISK, *STORE)
+EVERYWHERE = (*ANYWHERE, *DISK, *STORE, *NET)
 
 HOLDING = tuple(
     step for step in EVERYWHERE if step not in ("start", "grant.sent") and "revoke" not in step
@@ -54,10 +56,12 @@ APPLIES: dict[str, tuple[str, ...]] = {
     "outage": ANYWHERE,  # nobody reaches the ledger for a while
     "compact": ANYWHERE,  # the ledger forgets its history; watches that lag must read again
     "skew": ("start",),  # the process's clock is off and runs at another speed
-    "lose_call": (*SENT, "store.sent"),  # the call never arrives
-    "lose_answer": (*SENT, "store.sent"),  # the call takes effect, the answer is lost
-    "late": (*SENT, "store.sent"),  # it takes effect long after the caller has given up on it
-    "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent", "store.sent"),  # it arrives twice
+    "lose_call": (*SENT, "store.sent", "net.sent"),  # the call never arrives
+    "lose_answer": (*SENT, "store.sent", "net.sent"),  # the call takes effect, the answer is lost
+    # it takes effect long after the caller has given up on it
+    "late": (*SENT, "store.sent", "net.sent"),
+    # it arrives twice
+    "repeat": ("txn.sent", "keep_alive.sent", "revoke.sent", "store.sent", "net.sent"),
     "lag": ("watch.event",),  # the event arrives much later
     "full": ("disk.write",),  # the disk has no room for a while
     "power": ("timer", "txn.sent", "txn.answered", *DISK),  # everybody dies; see `files.py`
@@ -68,10 +72,14 @@ PAIRS = tuple((kind, step) for kind, steps in APPLIES.items() for step in steps)
 
 
 def pairs(
-    *, disk: bool, store: bool = False, never: Set[tuple[str, str]] = frozenset()
+    *,
+    disk: bool,
+    store: bool = False,
+    net: bool = False,
+    never: Set[tuple[str, str]] = frozenset(),
 ) -> tuple[tuple[str, str], ...]:
-    """The pairs of fault and step that can meet in a protocol, with a disk, a store or neither."""
-    left_out = (*(() if disk else DISK), *(() if store else STORE))
+    """The pairs of fault and step that can meet in a protocol: not all have a disk, or a store."""
+    left_out = (*(() if disk else DISK), *(() if store else STORE), *(() if net else NET))
     return tuple(
         (kind, step)
         for kind, step in PAIRS

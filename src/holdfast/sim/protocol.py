@@ -6,7 +6,8 @@ after every step); they raise `Violation`.
 
 A protocol with `disk = True` works on files too: `runtime.disk` of its processes (the
 runtime is a `holdfast.sim.world.Node`) is the disk as each of them reaches it, `files` is
-what is really there. With `store = True` there is a store of values: `runtime.values`.
+what is really there. With `store = True` there is a store of values: `runtime.values`. With
+`net = True` processes call each other: `runtime.net`.
 """
 
 import abc
@@ -35,6 +36,8 @@ class Protocol(abc.ABC):
     """Whether they use the disk: then power may be lost, and everything befalls them there."""
     store: bool = False
     """Whether they put values into a store: then calls to it are lost, late and repeated, too."""
+    net: bool = False
+    """Whether they call each other: then these calls are lost, late and repeated, too."""
     disk_bytes: int | None = None
     """How much fits on the disk; None: anything, as long as no fault fills it."""
     never: frozenset[tuple[str, str]] = frozenset()

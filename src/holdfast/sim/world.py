@@ -19,9 +19,10 @@ from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
 from holdfast.sim.client import SimLedger
 from holdfast.sim.disk import SimDisk
-from holdfast.sim.faults import APPLIES, STORE, Fault, Swarm, Table, describe, pairs
+from holdfast.sim.faults import APPLIES, NET, STORE, Fault, Swarm, Table, describe, pairs
 from holdfast.sim.files import SimFiles
 from holdfast.sim.loop import OWNER, Owner, VirtualLoop
+from holdfast.sim.net import Ports, SimNet
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.store import SimStore
 from holdfast.transfer.memory import MemoryBackend
@@ -84,6 +85,11 @@ class Node(Owner):
         """The store of values as this process reaches it."""
         return SimStore(self)
 
+    @functools.cached_property
+    def net(self) -> SimNet:
+        """The other processes as this one reaches them."""
+        return SimNet(self)
+
     # ---- the Runtime of its shells -------------------------------------------
 
     def now(self) -> float:
@@ -122,7 +128,10 @@ class World:
         self.files = SimFiles(self.loop.time, protocol.disk_bytes)
         protocol.files = self.files
         self.values = protocol.values = MemoryBackend()
-        possible = pairs(disk=protocol.disk, store=protocol.store, never=protocol.never)
+        self.ports = Ports()
+        possible = pairs(
+            disk=protocol.disk, store=protocol.store, net=protocol.net, never=protocol.never
+        )
         self.table = Table(possible)
         self.fired: list[Fault] = []
         self.story: list[tuple[float, str, str]] = []
@@ -357,7 +366,8 @@ class World:
         if fault.kind == "expire":
             node.leases.intersection_update(self.store.leases())
             return bool(node.leases)
-        if fault.kind in ("lose_call", "lose_answer", "late", "repeat") and kind not in STORE:
+        elsewhere = kind in STORE or kind in NET
+        if fault.kind in ("lose_call", "lose_answer", "late", "repeat") and not elsewhere:
             return not node.is_cut()
         if fault.kind == "twin":
             living = [one for one in self._everybody if one.name == node.name and not one.dead]

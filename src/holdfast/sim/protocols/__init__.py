@@ -14,6 +14,7 @@ _SOUND = {
     "fleet": "replicas go from version to version together",
     "queue": "put, claim, fetch, acknowledge: promises 3 and 4",
     "rendezvous": "nodes meet, hold ranks, are replaced, leave together: promise 5",
+    "routes": "jobs move, gateways lag, callers are told the truth: promise 1",
     "weights": "publish, pin, load, acknowledge, sweep: promise 6",
 }
 

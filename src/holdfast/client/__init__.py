@@ -1,0 +1,72 @@
+"""The client half: connect, warm up, verified retry; for our gateway and for others'.
+
+    service = holdfast.client.connect(
+        "https://gateway", account="acme", job="one", api_key="tml-...", sdk="tinker"
+    )
+
+Not in here: sequence numbers. The libraries take them, or the caller gives them (`native`);
+nothing here ever takes a new one.
+"""
+
+import importlib.util
+from typing import Any, Literal
+
+from holdfast.errors import MissingPackage, Mistake
+
+if importlib.util.find_spec("httpx") is None:
+    raise MissingPackage("holdfast.client needs httpx: pip install 'holdfast[client]'")
+
+from holdfast.client import fireworks, native, tinker
+from holdfast.client.control import ControlPlane
+from holdfast.client.happenings import Doubted, Probed, Ready
+from holdfast.client.native import Client, Future
+from holdfast.client.target import Target
+from holdfast.client.transport import POLICY, VerifiedTransport
+from holdfast.client.warmup import LIMIT_S, Probe, WarmUp
+
+__all__ = [
+    "LIMIT_S",
+    "POLICY",
+    "Client",
+    "ControlPlane",
+    "Doubted",
+    "Future",
+    "Probe",
+    "Probed",
+    "Ready",
+    "Retried",
+    "Target",
+    "VerifiedTransport",
+    "WarmUp",
+    "connect",
+]
+
+Sdk = Literal["tinker", "fireworks", "native"]
+
+
+def connect(
+    gateway: str,
+    *,
+    api_key: str,
+    account: str = "",
+    job: str = "",
+    control: str = "",
+    sdk: Sdk = "native",
+    warm_up_s: float = LIMIT_S,
+    probe: Probe | None = None,
+    **options: Any,
+) -> Any:
+    """Warm up the data path of a job, and give a client of it.
+
+    `sdk` says which: "tinker" a `tinker.ServiceClient`, "fireworks" a
+    `FiretitanServiceClient` (both block while they warm up; `options` are theirs), "native" a
+    `Client`, which warms up when it is entered. `Target.of` explains the addresses.
+    """
+    target = Target.of(gateway, api_key=api_key, account=account, job=job, control=control)
+    if sdk == "tinker":
+        return tinker.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
+    if sdk == "fireworks":
+        return fireworks.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
+    if sdk == "native":
+        return native.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
+    raise Mistake(f"there is no wrapper for {sdk!r}: tinker, fireworks or native")

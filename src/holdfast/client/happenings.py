@@ -1,0 +1,73 @@
+"""What the client decided, as events: every 404, every probe."""
+
+from typing import ClassVar
+
+from holdfast.events import Event
+
+__all__ = ["Doubted", "Probed", "Ready", "Retried"]
+
+
+class Doubted(Event, frozen=True, tag="client.doubted"):
+    """A 404 that may not be true, and what was done about it."""
+
+    labels: ClassVar[tuple[str, ...]] = ("kind", "step")
+
+    kind: str
+    """What got it: submit or poll."""
+    path: str
+    failures: int
+    """How many there were so far."""
+    retries: int
+    """After how many more the caller gets it."""
+    control: str
+    """What the control plane says of the job, or why it did not."""
+    step: str
+    """What comes next: send again, poll again, raise; or recovered."""
+    delay_s: float = 0.0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.step == "recovered":
+            return f"{self.kind} of {self.path} succeeded after {self.failures} 404s"
+        if self.failures > self.retries:
+            return f"404 on {self.kind}, still after {self.retries} retries: {self.step}"
+        asked = f"control plane says {self.control}" if self.control else "nobody was asked"
+        return (
+            f"404 on {self.kind}, {asked}, attempt {self.failures} of {self.retries}: {self.step}"
+        )
+
+
+class Probed(Event, frozen=True, tag="client.probed"):
+    """One probe of the data path, on a connection of its own."""
+
+    labels: ClassVar[tuple[str, ...]] = ("outcome",)
+
+    path: str
+    status: int
+    code: str
+    outcome: str
+    streak: int
+    """How many in a row have succeeded."""
+
+
+class Ready(Event, frozen=True, tag="client.ready"):
+    """The data path has answered several times in a row."""
+
+    probes: int
+    took_s: float
+    computed: bool
+    """Whether the probes were of the kind that computes something."""
+
+
+class Retried(Event, frozen=True, tag="client.retried"):
+    """The native client met an error that may pass, and what it decided."""
+
+    labels: ClassVar[tuple[str, ...]] = ("name", "verdict")
+
+    name: str
+    """What was called."""
+    failures: int
+    verdict: str
+    error: str
+    delay_s: float

@@ -1,0 +1,132 @@
+"""The real `tinker.ServiceClient`, with verified retry below it.
+
+    service = connect("https://gateway", account="acme", job="one", api_key="tml-...")
+    training = service.create_lora_training_client(base_model=...)
+
+The library opens pools of HTTP clients; each takes an `http_client` of ours. It is handed in
+where the library makes a pool (`InternalClientHolder._create_client_connection_pool`), and
+the service client makes holders of that kind (`_get_session_holder`, `_get_rest_holder`).
+A version of the library without these is refused. Two pools are beyond our reach and need
+not be within it: the one that exchanges an API key for a token, and those of sampling clients
+that were sent to another process. Tested with tinker 0.36.0.
+"""
+
+import functools
+import inspect
+import threading
+from typing import Any
+
+import httpx
+
+from holdfast.client.sdks import no_seam, run_aside, sdk
+from holdfast.client.target import Target
+from holdfast.client.warmup import LIMIT_S, Probe
+
+__all__ = ["connect", "service_client"]
+
+_PACKAGE = "tinker"
+_POOL = "_create_client_connection_pool"
+_HOLDERS = ("_get_session_holder", "_get_rest_holder")
+_FIELDS = (
+    "_api_key",
+    "_base_url",
+    "_closed",
+    "_default_headers_overrides",
+    "_display_name",
+    "_project_id",
+    "_rest_holder",
+    "_session_holder",
+    "_user_metadata",
+)
+
+
+def connect(
+    target: Target, *, warm_up_s: float = LIMIT_S, probe: Probe | None = None, **options: Any
+) -> Any:
+    """Warm up, and give a `tinker.ServiceClient`; `options` are its own. 0 s: no warm-up."""
+    _classes()  # before anything is waited for
+    if warm_up_s:
+        run_aside(target.warm_up(limit_s=warm_up_s, probe=probe).run())
+    return service_client(target, **options)
+
+
+def service_client(target: Target, **options: Any) -> Any:
+    """A `tinker.ServiceClient` whose requests are verified."""
+    service, _ = _classes()
+    return service(target, **options)
+
+
+@functools.cache
+def _classes() -> tuple[Any, Any]:
+    """Our kinds of the library's two classes. Raises when it lacks what they rely on."""
+    tinker = sdk("tinker", _PACKAGE)
+    internal = sdk("tinker.lib.internal_client_holder", _PACKAGE)
+    holder_class = getattr(internal, "InternalClientHolder", None)
+    http_class = getattr(internal, "AsyncTinker", None)
+    if holder_class is None or http_class is None:
+        no_seam(_PACKAGE, "InternalClientHolder with AsyncTinker")
+    if "http_client" not in inspect.signature(http_class).parameters:
+        no_seam(_PACKAGE, "http_client in AsyncTinker")
+    if not hasattr(holder_class, _POOL):
+        no_seam(_PACKAGE, f"InternalClientHolder.{_POOL}")
+    for name in _HOLDERS:
+        if not hasattr(tinker.ServiceClient, name):
+            no_seam(_PACKAGE, f"ServiceClient.{name}")
+
+    class Holder(holder_class):  # type: ignore[misc, valid-type]  # the library's, untyped here
+        """Gives every pool an HTTP client of ours."""
+
+        def __init__(self, target: Target, **options: Any) -> None:
+            self._holdfast_target = target  # first: the rest of it opens pools
+            super().__init__(**options)
+
+        def _create_client_connection_pool(self, *args: Any, **options: Any) -> Any:
+            pool = super()._create_client_connection_pool(*args, **options)
+            given = getattr(pool, "_constructor_kwargs", None)
+            if type(given) is not dict:
+                no_seam(_PACKAGE, "ClientConnectionPool._constructor_kwargs")
+            given["http_client"] = httpx.AsyncClient(
+                transport=self._holdfast_target.transport(), follow_redirects=True
+            )
+            return pool
+
+    class ServiceClient(tinker.ServiceClient):  # type: ignore[misc, name-defined]  # as above
+        """`tinker.ServiceClient` with verified retry."""
+
+        def __init__(self, target: Target, **options: Any) -> None:
+            super().__init__(base_url=target.base_url, api_key=target.api_key, **options)
+            for name in _FIELDS:
+                if not hasattr(self, name):
+                    no_seam(_PACKAGE, f"ServiceClient.{name}")
+            self._holdfast_target = target
+            self._holdfast_lock = threading.Lock()
+
+        def _get_session_holder(self) -> Any:
+            self._hold(
+                "_session_holder",
+                user_metadata=self._user_metadata,
+                project_id=self._project_id,
+                display_name=self._display_name,
+            )
+            return super()._get_session_holder()
+
+        def _get_rest_holder(self) -> Any:
+            self._hold("_rest_holder", _skip_session=True)
+            return super()._get_rest_holder()
+
+        def _hold(self, field: str, **options: Any) -> None:
+            """Make a holder of ours where the library would make its own."""
+            if getattr(self, field) is not None:
+                return  # not behind the lock: the library's loop comes through here
+            with self._holdfast_lock:
+                if getattr(self, field) is None and not self._closed:
+                    holder = Holder(
+                        self._holdfast_target,
+                        base_url=self._base_url,
+                        api_key=self._api_key,
+                        default_headers_overrides=self._default_headers_overrides,
+                        **options,
+                    )
+                    setattr(self, field, holder)
+
+    return ServiceClient, Holder

@@ -1,0 +1,193 @@
+"""Verified retry, below the place where a client library takes sequence numbers.
+
+`VerifiedTransport` wraps the transport of an httpx client. What it sends again is the very
+request that it was given, so an operation keeps its number and a trainer sees a duplicate
+for what it is. `meaning` has the rules; every decision is an event (`Doubted`).
+
+Bounds: `POLICY.attempts - 1` retries; waiting and asking end after `POLICY.deadline_s`. The
+time that the other side takes to answer is not counted: a poll may be held for long before
+its 404, and has its budget nevertheless. Client libraries bound their requests themselves.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+
+import httpx
+
+from holdfast import events
+from holdfast.client.control import ControlPlane
+from holdfast.client.happenings import Doubted
+from holdfast.client.meaning import (
+    AGAIN,
+    RUNNING,
+    SHOULD_RETRY,
+    Kind,
+    kind_of,
+    meaning_of,
+    next_step,
+    words_of,
+)
+from holdfast.events import Event
+from holdfast.retry import Attempt, Policy
+
+__all__ = ["POLICY", "VerifiedTransport"]
+
+POLICY: Final = Policy(
+    attempts=5, base_s=1.0, factor=2.5, max_s=16.0, jitter=0.25, deadline_s=30.0
+)
+"""Four retries, in about 30 s."""
+MAX_BODY_BYTES: Final = 1 << 20
+"""As much of a 404's body is kept; what is behind it says nothing that anybody reads."""
+
+
+class VerifiedTransport(httpx.AsyncBaseTransport):
+    """Sends a submit or poll again after a 404 that the control plane contradicts."""
+
+    def __init__(
+        self,
+        inner: httpx.AsyncBaseTransport,
+        control: ControlPlane | None,
+        *,
+        policy: Policy = POLICY,
+        emit: Callable[[Event], None] = events.emit,
+    ) -> None:
+        self._inner, self._control, self._policy, self._emit = inner, control, policy, emit
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request, and again as long as that is right."""
+        kind = kind_of(request.method, request.url.path)
+        if self._control is None or kind == "other":
+            return await self._inner.handle_async_request(request)
+        if not isinstance(request.stream, httpx.ByteStream):
+            await request.aread()  # what is sent twice must be the same twice
+        call = _Call(self._inner, self._control, request, kind, self._policy, self._emit)
+        try:
+            return await self._policy.acall(
+                call.send,
+                on=_NotFound,
+                verify=call.ask,
+                verify_timeout_s=self._control.timeout_s,
+                on_attempt=call.tell,
+                clock=call,
+            )
+        except _NotFound as error:
+            # Given up here, so whoever is above must not begin again.
+            if SHOULD_RETRY in error.response.headers:
+                error.response.headers[SHOULD_RETRY] = "false"
+            return error.response
+
+    async def aclose(self) -> None:
+        """Close the transport below."""
+        await self._inner.aclose()
+
+
+class _NotFound(Exception):
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__("404")
+        self.response = response
+
+
+class _Call:
+    """One request with all its attempts; also the clock of its policy."""
+
+    random = random.SystemRandom()
+    sleep = staticmethod(asyncio.sleep)
+
+    def __init__(
+        self,
+        inner: httpx.AsyncBaseTransport,
+        control: ControlPlane,
+        request: httpx.Request,
+        kind: Kind,
+        policy: Policy,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._inner, self._control, self._request = inner, control, request
+        self._kind: Kind = kind
+        self._retries, self._emit = policy.attempts - 1, emit
+        self._held_s = 0.0
+        self._said = ""
+
+    def now(self) -> float:
+        """Time, but for the time that the other side took."""
+        return time.monotonic() - self._held_s
+
+    async def send(self) -> httpx.Response:
+        """Send the request once. Raises `_NotFound` for a 404 that may not be true."""
+        self._said = ""
+        begun = time.monotonic()
+        try:
+            response = await self._inner.handle_async_request(self._request)
+            if response.status_code != 404:
+                return response
+            response, body = await _whole(response)
+        finally:
+            self._held_s += time.monotonic() - begun
+        code, _ = words_of(body)
+        should_retry = response.headers.get(SHOULD_RETRY, "")
+        if meaning_of(self._kind, 404, code, should_retry) == "ambiguous":
+            raise _NotFound(response)
+        return response
+
+    async def ask(self, _: Exception, failures: int) -> bool:
+        """Whether the control plane contradicts the 404."""
+        self._said = "nothing"
+        try:
+            state = self._said = await self._control.state()
+        except Exception as error:
+            self._said = f"nothing ({type(error).__name__}: {error})"[:200]
+            raise
+        step = next_step(
+            self._kind, "ambiguous", failures=failures, retries=self._retries, state=state
+        )
+        return step in AGAIN
+
+    def tell(self, attempt: Attempt) -> None:
+        """Make an event of a decision."""
+        if attempt.verdict == "permanent":
+            return  # the connection broke: not a 404
+        failures = attempt.attempt
+        if attempt.verdict == "recovered":
+            failures, step = failures - 1, "recovered"
+        else:
+            state = RUNNING if attempt.verdict == "retry" else ""
+            step = next_step(
+                self._kind, "ambiguous", failures=failures, retries=self._retries, state=state
+            )
+        self._emit(
+            Doubted(
+                kind=self._kind,
+                path=self._request.url.path[:200],
+                failures=failures,
+                retries=self._retries,
+                control=self._said,
+                step=step,
+                delay_s=attempt.delay_s,
+                detail=attempt.verdict,
+            )
+        )
+
+
+async def _whole(response: httpx.Response) -> tuple[httpx.Response, bytes]:
+    """The answer with its body, of bounded size, and the body decoded."""
+    raw = bytearray()
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    try:
+        async for part in response.stream:
+            raw += part
+            if len(raw) >= MAX_BODY_BYTES:
+                break
+    finally:
+        await response.aclose()
+    kept = bytes(raw[:MAX_BODY_BYTES])
+    whole = httpx.Response(
+        response.status_code, headers=response.headers, stream=httpx.ByteStream(kept)
+    )
+    try:
+        body = httpx.Response(404, headers=response.headers, content=kept).content
+    except httpx.DecodingError:
+        body = b""
+    return whole, body

@@ -1,0 +1,178 @@
+"""Warm-up at connect: the data path must answer several times in a row before it is used.
+
+- A probe takes the path that training calls take, each on a connection of its own: three
+  successes on one connection prove one replica of a gateway.
+- A 404 and `route_not_ready` are what a route that is on its way looks like: tried again with
+  backoff, and the count begins anew. Any other error is raised at once.
+- If a control plane is known and says that the job is gone, that is raised at once as well.
+- It ends after `limit_s`, whatever happens.
+
+What is probed: a server's capabilities may name a path as `probe`; it runs a small forward
+pass without touching any model or its numbers. Otherwise a model's `get_info`, if the caller
+knows one; otherwise the capabilities. Those two prove a route, not an engine: they have been
+seen to answer 200 on a server whose engine had died. A caller who knows better gives `probe`.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import httpx
+import msgspec
+
+from holdfast import events
+from holdfast.client.control import ControlPlane
+from holdfast.client.happenings import Probed, Ready
+from holdfast.client.meaning import GONE, SHOULD_RETRY, as_error, outcome_of, words_of
+from holdfast.client.tls import verify
+from holdfast.errors import Gone, HoldfastError, Mistake, TimedOut, Unavailable
+from holdfast.events import Event
+from holdfast.retry import Policy
+
+__all__ = ["LIMIT_S", "Probe", "WarmUp"]
+
+LIMIT_S: Final = 120.0
+PROBE_S: Final = 10.0
+SUCCESSES: Final = 3
+BACKOFF: Final = Policy(
+    attempts=10_000, base_s=0.25, factor=2.0, max_s=5.0, jitter=0.25, deadline_s=LIMIT_S
+)
+_CAPABILITIES = "/api/v1/get_server_capabilities"
+_INFO = "/api/v1/get_info"
+_MAX_BODY_BYTES = 1 << 20
+
+Probe = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
+"""Sends something that computes, with a client that has the data path as its base URL."""
+
+
+class _NotReady(Unavailable):
+    """The route is on its way."""
+
+
+@dataclass(kw_only=True)
+class WarmUp:
+    """One warm-up of one data path: `await WarmUp(base_url=..., api_key=...).run()`."""
+
+    base_url: str
+    api_key: str = field(default="", repr=False)
+    control: ControlPlane | None = None
+    model_id: str = ""
+    probe: Probe | None = None
+    successes: int = SUCCESSES
+    limit_s: float = LIMIT_S
+    backoff: Policy = BACKOFF
+    headers: dict[str, str] = field(default_factory=dict)
+    tls: ssl.SSLContext | bool = True
+    emit: Callable[[Event], None] = events.emit
+
+    def __post_init__(self) -> None:
+        if self.successes < 1 or not 0 < self.limit_s <= 3600:
+            raise Mistake("a warm-up needs 1 success or more, within 1 s to an hour")
+        self._offer: str | None = None  # not known; "" is known not to be
+        self._streak = self._probes = 0
+        self._last: HoldfastError | None = None
+
+    async def run(self) -> None:
+        """Probe until it is ready. Raises `TimedOut`, or what a probe met."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limit_s):
+                await self.backoff.acall(self._run, on=_NotReady)
+        except (_NotReady, TimeoutError):
+            raise TimedOut(
+                f"{self.base_url} was not ready within {self.limit_s:.3g} s "
+                f"({self._probes} probes; the last: {self._last})"
+            ) from self._last
+        took_s = time.monotonic() - begun
+        computed = bool(self.probe or self._offer)
+        self.emit(Ready(probes=self._probes, took_s=took_s, computed=computed))
+
+    async def _run(self) -> None:
+        """Probe until there were enough successes in a row. Raises `_NotReady` on a setback."""
+        while self._streak < self.successes:
+            try:
+                response = await self._once()
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                raise Unavailable(
+                    f"probing {self.base_url}: {type(error).__name__}: {error}"
+                ) from error
+            await self._judge(response)
+
+    async def _judge(self, response: httpx.Response) -> None:
+        status, path = response.status_code, response.request.url.path
+        code, message = words_of(response.content)
+        outcome = outcome_of(status, code, response.headers.get(SHOULD_RETRY, ""))
+        self._probes += 1
+        self._streak = self._streak + 1 if outcome == "ok" else 0
+        self.emit(
+            Probed(path=path[:200], status=status, code=code, outcome=outcome, streak=self._streak)
+        )
+        if outcome == "ok":
+            return
+        self._last = as_error(status, code, message, f"probing {path[:200]}")
+        if outcome != "again":
+            raise self._last
+        await self._ask()
+        raise _NotReady(str(self._last))
+
+    async def _ask(self) -> None:
+        """Stop waiting for a job that is gone. Not knowing is no reason to stop."""
+        if self.control is None:
+            return
+        try:
+            state = await self.control.state()
+        except HoldfastError:
+            return
+        if state in GONE:
+            job = f"{self.control.account}/{self.control.job}"
+            raise Gone(f"job {job} is {state}: there is nothing to connect to") from self._last
+
+    async def _once(self) -> httpx.Response:
+        """One probe. Only its own connection is used, and it is closed."""
+        headers = {"connection": "close", **self.headers}
+        if self.api_key:
+            headers["x-api-key"] = self.api_key
+        async with (
+            asyncio.timeout(PROBE_S),
+            httpx.AsyncClient(
+                base_url=self.base_url,
+                headers=headers,
+                verify=verify(self.base_url, self.tls),
+                timeout=PROBE_S,
+            ) as client,
+        ):
+            return await (self.probe or self._default)(client)
+
+    async def _default(self, client: httpx.AsyncClient) -> httpx.Response:
+        if self._offer is None:
+            response = await client.get(_CAPABILITIES)
+            said = words_of(response.content)[0], response.headers.get(SHOULD_RETRY, "")
+            outcome = outcome_of(response.status_code, *said)
+            if outcome == "ok":
+                self._offer = _offered(response.content)
+            elif outcome == "none" and self.model_id:
+                self._offer = ""
+            else:
+                return response
+        if self._offer:
+            return await client.post(self._offer, json={"type": "probe"})
+        if self.model_id:
+            return await client.post(_INFO, json={"type": "get_info", "model_id": self.model_id})
+        return await client.get(_CAPABILITIES)
+
+
+class _Capabilities(msgspec.Struct):
+    probe: str = ""
+
+
+def _offered(body: bytes) -> str:
+    """The path of the probe that the server offers, if it does; never another server's."""
+    try:
+        path = msgspec.json.decode(body[:_MAX_BODY_BYTES], type=_Capabilities).probe
+    except msgspec.MsgspecError:
+        return ""
+    sound = path.startswith("/api/v1/") and path.isascii() and path.isprintable()
+    return path if sound and not {"..", "?", "#", "\\"} & {*path.split("/"), *path} else ""

@@ -1,0 +1,155 @@
+"""The gateway's answers: one table, from what is known of a job to what is done.
+
+`decide` is the table. What ends a caller's hope (404, 410, paused) is said only of a job that
+was read from the ledger for this purpose (`fresh`); until then the verdict is `CONFIRM`. What
+may become better is waited for, and when the waiting has taken too long, `late` says what the
+caller hears. A poll that has to wait is held, because the SDKs ask again at once.
+
+This module is pure.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from holdfast.jobs.records import GONE, Job
+from holdfast.jobs.store import Seen
+
+__all__ = [
+    "CONFIRM",
+    "Answer",
+    "Confirm",
+    "Kind",
+    "Route",
+    "Verdict",
+    "Wait",
+    "decide",
+    "kind_of",
+    "late",
+    "not_found",
+    "problem",
+]
+
+Kind = Literal["submit", "poll"]
+
+_POLLS: Final = frozenset({"retrieve_future", "retrieve_futures"})
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Send it there: the incarnation that was RUNNING when we last looked."""
+
+    account: str
+    job: str
+    epoch: int
+    address: str
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Not now, perhaps soon."""
+
+    reason: str
+
+
+class Confirm(msgspec.Struct, frozen=True):
+    """Read the job from the ledger first: this would be a final answer."""
+
+
+CONFIRM: Final = Confirm()
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the caller hears."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    code: str = ""
+
+
+Verdict = Route | Wait | Confirm | Answer
+
+
+def kind_of(path: str) -> Kind:
+    """Whether a request asks for the result of another one."""
+    return "poll" if path.rpartition("/")[2] in _POLLS else "submit"
+
+
+def decide(seen: Seen | None, kind: Kind, *, fresh: bool) -> Verdict:
+    """What to do with a request for this job; None: nobody knows it."""
+    if seen is None:
+        return not_found() if fresh else CONFIRM
+    job = seen.job
+    if job.state == "RUNNING" and seen.lives:
+        return Route(job.account, job.id, job.epoch, job.address)
+    if job.state not in GONE and job.state != "PAUSED":
+        return Wait(_why(seen))
+    if not fresh:
+        return CONFIRM
+    if job.state == "PAUSED":
+        return Wait(_paused(job)) if kind == "poll" else _is_paused(job)
+    return _is_gone(job)
+
+
+def late(kind: Kind, reason: str, *, retry_after_ms: int = 1000) -> Answer:
+    """What a caller hears when the waiting has taken too long."""
+    if kind == "poll":
+        body = {
+            "queue_state": "paused_capacity",
+            "queue_state_reason": reason,
+            **_body("route_not_ready", reason),
+        }
+        return Answer(408, msgspec.json.encode(body), (), "route_not_ready")
+    return problem(
+        503,
+        "route_not_ready",
+        f"{reason}; send the same request again",
+        ("retry-after-ms", str(retry_after_ms)),
+        ("x-should-retry", "true"),
+    )
+
+
+def not_found() -> Answer:
+    """The same for a job that never was and for somebody else's: nobody learns which."""
+    return problem(
+        404,
+        "job_not_found",
+        "there is no such job in this account: check the account and the job's id",
+        ("x-should-retry", "false"),
+    )
+
+
+def problem(status: int, code: str, message: str, *headers: tuple[str, str]) -> Answer:
+    """An answer of the gateway's own."""
+    return Answer(status, msgspec.json.encode(_body(code, message)), headers, code)
+
+
+def _body(code: str, message: str) -> dict[str, Any]:
+    # `detail` is what the Tinker SDK shows, `error.message` the Fireworks SDK.
+    return {"error": {"code": code, "message": message}, "detail": message}
+
+
+def _why(seen: Seen) -> str:
+    job = seen.job
+    if job.state == "RUNNING":
+        return f"the trainer of {job.name} is being replaced (epoch {job.epoch})"
+    told = f": {job.reason}" if job.reason else ""
+    return f"the trainer of {job.name} is not ready ({job.state}, epoch {job.epoch}){told}"
+
+
+def _paused(job: Job) -> str:
+    return f"the job {job.name} is paused: `holdfast jobs resume {job.id}` lets it go on"
+
+
+def _is_paused(job: Job) -> Answer:
+    return problem(423, "job_paused", _paused(job), ("x-should-retry", "false"))
+
+
+def _is_gone(job: Job) -> Answer:
+    told = f": {job.reason}" if job.reason else ""
+    can = "; it can be resumed" if job.state in ("FAILED", "CANCELLED", "COMPLETED") else ""
+    return problem(
+        410,
+        f"job_{job.state.lower()}",
+        f"the job {job.name} is {job.state}{told}{can}",
+        ("x-should-retry", "false"),
+    )

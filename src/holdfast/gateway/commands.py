@@ -1,0 +1,267 @@
+"""`holdfast serve`, `holdfast accounts`."""
+
+import asyncio
+import http.client
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from holdfast import events, ledger
+from holdfast.errors import Mistake
+from holdfast.gateway.process import GatewaySettings
+from holdfast.gateway.serve import Part, Supervisor, own_name
+from holdfast.jobs.accounts import Accounts, split_key
+from holdfast.jobs.host_process import HostSettings
+from holdfast.jobs.note import Note, leave_note, read_note
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.machine import state_dir
+from holdfast.procs import free_ports
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["accounts", "serve"]
+
+_LEDGER = click.option(
+    "--ledger",
+    "url",
+    envvar="HOLDFAST_LEDGER",
+    default=None,
+    help="Where jobs are recorded: sqlite:///file (one machine) or etcd://host:port,… "
+    "[default: a file in your state folder]",
+)
+_RUN = click.option("--run", default="default", show_default=True, help="The run's name.")
+
+
+@click.command()
+@_LEDGER
+@_RUN
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", default=8700, show_default=True, help="0: any free one.")
+@click.option("--gateways", default=1, show_default=True, help="Processes that share the port.")
+@click.option(
+    "--trainer",
+    "trainers",
+    multiple=True,
+    metavar="[NAME=]COMMAND",
+    help="A command that jobs may be trained by; {port} stands for the port to listen on.",
+)
+@click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
+@click.option("--health-path", default="/api/v1/healthz", show_default=True)
+@click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
+@click.option("--no-host", is_flag=True, help="Start no trainers: other machines do.")
+@click.option("--account", default="local", show_default=True, help="Made with a key, if new.")
+@click.option("--tls-cert", type=click.Path(exists=True, path_type=Path))
+@click.option("--tls-key", type=click.Path(exists=True, path_type=Path))
+@click.option("--no-access-log", is_flag=True)
+@click.option("--folder", type=click.Path(path_type=Path), help="Where logs and events go.")
+@click.option("--naive", is_flag=True, hidden=True, help="Believe the table, like others do.")
+@click.option("--lag", default=0.0, hidden=True, help="Hear of changes up to so much later: s.")
+@click.option(
+    "--submit-wait", default=DEFAULTS.submit_wait_s, show_default=True, help="Wait for a route: s."
+)
+@click.option(
+    "--poll-hold", default=DEFAULTS.poll_hold_s, show_default=True, help="Hold a poll for: s."
+)
+@click.option(
+    "--lease",
+    default=DEFAULTS.host_lease_s,
+    show_default=True,
+    help="A dead host is noticed after: s.",
+)
+def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object) -> None:
+    """Start the control plane, the gateway and a host for trainers.
+
+    \b
+    holdfast serve --trainer 'python my_trainer.py --port {port}'
+    holdfast jobs create my-job                 (in another shell)
+
+    Trainers are reached at http://HOST:PORT/training/v1/rlorTrainerJobs/ACCOUNT/JOB, which is
+    what the Tinker SDK takes as base_url and what the Fireworks SDK uses by itself. Everything
+    is in the ledger: kill this at any time and start it again.
+    """
+    asked = _Given(**given)  # type: ignore[arg-type]
+    lasting = ledger.lasting(url)
+    folder = (asked.folder or state_dir() / "serve" / run).absolute()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    events.configure(_file(folder, "serve"), process="serve")
+    port = asked.port or free_ports(1, asked.host)[0]
+    key = asyncio.run(_own_key(lasting, run, asked.account, read_note(folder)))
+    scheme = "https" if asked.tls_cert else "http"
+    reached = f"{scheme}://{asked.host}:{port}"
+    note = leave_note(folder, Note(url=reached, account=asked.account, key=key))
+    leave_note(state_dir(), Note(url=reached, account=asked.account, key=key))
+    parts = _parts(asked, lasting, run, folder, port, _named(trainers))
+
+    def announce() -> None:
+        click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
+
+    supervisor = Supervisor(parts, lambda text: click.echo(f"holdfast: {text}", err=True))
+    supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
+
+
+class _Given(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of `serve`, with their types."""
+
+    host: str
+    port: int
+    gateways: int
+    allow_commands: bool
+    health_path: str
+    capacity: int
+    no_host: bool
+    account: str
+    tls_cert: Path | None
+    tls_key: Path | None
+    no_access_log: bool
+    folder: Path | None
+    naive: bool
+    lag: float
+    lease: float
+    submit_wait: float
+    poll_hold: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.gateways <= 64:
+            raise Mistake(f"--gateways is 1 to 64, not {self.gateways}")
+        if not 0 <= self.port <= 65_535:
+            raise Mistake(f"--port is 0 to 65535, not {self.port}")
+        if not 0 < self.poll_hold <= 40 or not 0 < self.submit_wait <= 40:
+            raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
+
+
+def _named(trainers: tuple[str, ...]) -> dict[str, str]:
+    named = {}
+    for text in trainers:
+        name, equals, command = text.partition("=")
+        if not equals or " " in name or "/" in name:
+            name, command = "default", text
+        named[name] = command
+    return named
+
+
+def _parts(
+    asked: _Given, url: str, run: str, folder: Path, port: int, trainers: dict[str, str]
+) -> list[Part]:
+    parts = [
+        Part(
+            f"gateway-{number}",
+            "holdfast.gateway.process",
+            GatewaySettings(
+                run=run,
+                ledger=url,
+                name=f"gateway-{number}",
+                folder=str(folder),
+                host=asked.host,
+                port=port,
+                certificate=str(asked.tls_cert or ""),
+                private_key=str(asked.tls_key or ""),
+                access_log=not asked.no_access_log,
+                submit_wait_s=asked.submit_wait,
+                poll_hold_s=asked.poll_hold,
+                naive=asked.naive,
+                lag_s=asked.lag,
+            ),
+            folder / "logs" / f"gateway-{number}.log",
+        )
+        for number in range(asked.gateways)
+    ]
+    if not asked.no_host:
+        settings = HostSettings(
+            run=run,
+            ledger=url,
+            name=own_name(),
+            folder=str(folder),
+            trainers=trainers,
+            allow_commands=asked.allow_commands,
+            health_path=asked.health_path,
+            capacity=asked.capacity,
+            lease_s=asked.lease,
+        )
+        log = folder / "logs" / "host.log"
+        parts.append(Part("host", "holdfast.jobs.host_process", settings, log))
+    return parts
+
+
+def _file(folder: Path, name: str) -> Path:
+    (folder / "events").mkdir(parents=True, exist_ok=True)
+    return folder / "events" / f"{name}.jsonl"
+
+
+async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:
+    """A key for the user's own commands: the one of the last start, or a new one."""
+    async with ledger.open(url) as opened:
+        book = Accounts(LiveRuntime(opened), run, time.time)
+        parts = split_key(note.key) if note is not None and note.account == account else None
+        if note is not None and parts is not None:
+            accounts = [there for there in await book.all() if there.name == account]
+            known = {one.id for there in accounts for one in there.keys}
+            if parts[0] in known:
+                return note.key
+        return (await book.add_key(account))[0]
+
+
+def _is_ready(host: str, port: int, *, tls: bool) -> bool:
+    kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
+    if tls:
+        return True  # its certificate need not be for this address
+    connection = kind(host, port, timeout=2)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+@click.group()
+def accounts() -> None:
+    """Make and revoke API keys."""
+
+
+@accounts.command("list")
+@_LEDGER
+@_RUN
+def accounts_list(url: str | None, run: str) -> None:
+    """Show accounts and the ids of their keys."""
+
+    async def work() -> None:
+        async with ledger.open(ledger.lasting(url)) as opened:
+            for account in await Accounts(LiveRuntime(opened), run, time.time).all():
+                keys = ", ".join(key.id for key in account.keys) or "no keys"
+                click.echo(f"{account.name}: {keys}")
+
+    asyncio.run(work())
+
+
+@accounts.command("key")
+@click.argument("account")
+@_LEDGER
+@_RUN
+@click.option("--days", default=0.0, help="How long it is valid; 0: until it is revoked.")
+def accounts_key(account: str, url: str | None, run: str, days: float) -> None:
+    """Make an API key for ACCOUNT (which is made with its first one), and print it, once."""
+
+    async def work() -> None:
+        async with ledger.open(ledger.lasting(url)) as opened:
+            book = Accounts(LiveRuntime(opened), run, time.time)
+            key, _ = await book.add_key(account, lives_s=days * 86_400.0)
+            click.echo(key)
+
+    asyncio.run(work())
+
+
+@accounts.command("revoke")
+@click.argument("account")
+@click.argument("key_id")
+@_LEDGER
+@_RUN
+def accounts_revoke(account: str, key_id: str, url: str | None, run: str) -> None:
+    """Take a key back. Gateways refuse it as soon as they hear of it."""
+
+    async def work() -> None:
+        async with ledger.open(ledger.lasting(url)) as opened:
+            await Accounts(LiveRuntime(opened), run, time.time).revoke(account, key_id)
+
+    asyncio.run(work())

@@ -1,0 +1,246 @@
+"""What callers meet: who they are, which path they are on, and who answers.
+
+    /training/v1/rlorTrainerJobs/<account>/<job>/…    the job's trainer, at /…
+    /api/v1/…                                         the trainer of the account's default job
+    /v1/accounts…                                     the control plane
+    /healthz /readyz /metrics                         this process
+
+An API key says who the caller is (`X-Api-Key`, or `Authorization: Bearer`). It goes no further:
+trainers do not see it. Keys are not logged.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Final
+
+from holdfast import events
+from holdfast.errors import Denied, TooLarge
+from holdfast.gateway import answers
+from holdfast.gateway.answers import Answer, Route
+from holdfast.gateway.desk import Desk, Sent
+from holdfast.gateway.http import Exchange, Lost, Refused, Relayed, Truncated, Withheld
+from holdfast.gateway.routes import Routes
+from holdfast.jobs.accounts import Guests
+from holdfast.jobs.api import BODY_BYTES, Api, Request
+from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
+from holdfast.jobs.records import NAME
+
+__all__ = ["Access", "Front"]
+
+_TRAINER = re.compile(r"/training/v1/rlorTrainerJobs/([^/]*)/([^/]*)(/.*)")
+_TINKER: Final = "/api/v1/"
+_CONTROL: Final = "/v1/"
+_MISDIRECTED: Final = 421
+_HOLD_S: Final = 2.0
+_JSON: Final = (b"content-type", b"application/json")
+
+
+class Access(events.Event, frozen=True, tag="gateway.access"):
+    """One request, answered."""
+
+    labels = ("status",)
+
+    account: str
+    job: str
+    method: str
+    path: str
+    status: int
+    ms: float
+    received: int
+    sent: int
+    code: str = ""
+
+
+class Front:
+    """The handler of one gateway process."""
+
+    def __init__(
+        self,
+        guests: Guests,
+        routes: Routes,
+        desk: Desk,
+        api: Api,
+        metrics: Callable[[], bytes] = lambda: b"",
+        *,
+        access_log: bool = True,
+    ) -> None:
+        self._guests = guests
+        self._routes = routes
+        self._desk = desk
+        self._api = api
+        self._metrics = metrics
+        self._access_log = access_log
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Answer one request."""
+        visit = _Visit(exchange)
+        path = exchange.head.path
+        if path in ("/healthz", "/readyz", "/metrics"):
+            await visit.answer(self._about(path))
+            return
+        try:
+            visit.account = await self._who(exchange)
+        except Denied as error:
+            answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
+            await visit.answer(answer)
+        else:
+            await self._serve(visit, path)
+        if self._access_log:
+            visit.log()
+
+    async def _serve(self, visit: "_Visit", path: str) -> None:
+        if path.startswith(_CONTROL):
+            await self._control(visit)
+        elif path.startswith(_TINKER):
+            await self._pass_on(visit, visit.account, self._default(visit.account), path)
+        elif found := _TRAINER.fullmatch(path):
+            await self._pass_on(visit, found[1], found[2], found[3])
+        else:
+            await visit.answer(
+                answers.problem(
+                    404,
+                    "no_such_path",
+                    "there is nothing at this path: trainers are below "
+                    "/training/v1/rlorTrainerJobs/<account>/<job>/, the control plane below /v1/",
+                    ("x-should-retry", "false"),
+                )
+            )
+
+    # ---- who ---------------------------------------------------------------------
+
+    async def _who(self, exchange: Exchange) -> str:
+        """The account that the caller's key belongs to."""
+        key, bearer = exchange.head.get(b"x-api-key"), exchange.head.get(b"authorization")
+        if bearer is not None:
+            scheme, _, token = bearer.partition(b" ")
+            if scheme.lower() != b"bearer" or (key is not None and key != token.strip()):
+                raise Denied("give one API key, as X-Api-Key or as a bearer token")
+            key = token.strip()
+        if key is None:
+            raise Denied("give an API key, as X-Api-Key or as a bearer token")
+        return await self._guests.who(key.decode("latin-1"))
+
+    def _default(self, account: str) -> str:
+        return self._guests.default_job(account)
+
+    # ---- the ways ----------------------------------------------------------------
+
+    async def _pass_on(self, visit: "_Visit", account: str, job: str, path: str) -> None:
+        """Bring the request to a trainer."""
+        exchange, visit.job = visit.exchange, job
+        if account != visit.account or not NAME.fullmatch(job):
+            # The same for what is not there and for what is somebody else's.
+            await visit.answer(answers.not_found())
+            return
+        query = exchange.head.query
+        target = f"{path}?{query}" if query else path
+
+        async def forward(route: Route) -> Sent:
+            return await _forward(visit, route, target)
+
+        answer = await self._desk.serve(
+            account,
+            job,
+            answers.kind_of(path),
+            forward,
+            lambda: not exchange.gone.is_set(),
+            harmless=exchange.head.method in ("GET", "HEAD"),
+        )
+        if answer is not None:
+            await visit.answer(answer)
+
+    async def _control(self, visit: "_Visit") -> None:
+        """Bring the request to the control plane, which is here."""
+        head = visit.exchange.head
+        try:
+            body = await visit.exchange.body(BODY_BYTES)
+        except TooLarge as error:
+            await visit.answer(answers.problem(413, "body_too_large", str(error)))
+            return
+        request = Request(head.method, head.path, head.query, body)
+        reply = await self._api.handle(visit.account, request)
+        await visit.answer(Answer(reply.status, reply.body, reply.headers))
+
+    def _about(self, path: str) -> Answer:
+        if path == "/metrics":
+            text = (("content-type", "text/plain; version=0.0.4"),)
+            return Answer(200, self._metrics(), text)
+        ready = self._routes.ready.is_set() and self._guests.ready.is_set()
+        if path == "/healthz" or ready:
+            return Answer(200, b'{"status":"ok"}')
+        return answers.problem(503, "not_ready", "the ledger has not been read yet")
+
+
+class _Visit:
+    """One request on its way, and what there is to say about it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.account = ""
+        self.job = ""
+        self.status = 0
+        self.sent = 0
+        self.code = ""
+        self._began = time.monotonic()
+
+    async def answer(self, answer: Answer) -> None:
+        """Give an answer of the gateway's own."""
+        self.status, self.sent, self.code = answer.status, len(answer.body), answer.code
+        headers = [(name.encode(), value.encode()) for name, value in answer.headers]
+        if not any(name == b"content-type" for name, _ in headers):
+            headers.append(_JSON)
+        await self.exchange.answer(answer.status, headers, answer.body)
+
+    def log(self) -> None:
+        """Write one line of the access log."""
+        head = self.exchange.head
+        events.emit(
+            Access(
+                account=self.account,
+                job=self.job,
+                method=head.method,
+                path=head.path[:200],
+                status=self.status,
+                ms=round((time.monotonic() - self._began) * 1000, 3),
+                received=self.exchange.received_bytes,
+                sent=self.sent,
+                code=self.code,
+            )
+        )
+
+
+async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
+    """Send the request to one incarnation, and its answer to the caller."""
+    host, _, port = route.address.rpartition(":")
+    exchange = visit.exchange
+    outcome = await exchange.forward(
+        (host, int(port)),
+        path=target,
+        replace={
+            b"host": route.address.encode(),
+            JOB_HEADER.encode(): f"{route.account}/{route.job}".encode(),
+            EPOCH_HEADER.encode(): str(route.epoch).encode(),
+        },
+        remove=(b"x-api-key", b"authorization"),
+        relay=_is_for_the_caller,
+        hold_s=_HOLD_S,
+    )
+    match outcome:
+        case Relayed(status, _, sent):
+            visit.status, visit.sent = status, sent
+            return Sent("done")
+        case Truncated(status, _, sent, reason):
+            visit.status, visit.sent, visit.code = status, sent, "truncated"
+            return Sent("done", reason)
+        case Withheld():
+            reason = "the trainer at this address is another incarnation, or another job's"
+            return Sent("misdirected", reason, again=not exchange.cannot_replay)
+        case Refused(reason):
+            return Sent("refused", reason, again=not exchange.cannot_replay)
+        case Lost(reason):
+            return Sent("lost", reason, again=not exchange.cannot_replay)
+
+
+def _is_for_the_caller(status: int, _headers: object) -> bool:
+    return status != _MISDIRECTED

@@ -1,0 +1,234 @@
+"""One request of one caller, and what can be done with it.
+
+A handler reads the body, passes the request on (perhaps several times), or answers it. The
+caller gets exactly one answer. After `Withheld`, `Refused` or `Lost` it has seen nothing, and
+the request can be passed on again while `cannot_replay` is false.
+"""
+
+import asyncio
+import email.utils
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from holdfast.errors import Mistake, TooLarge, Unavailable
+from holdfast.gateway.http.head import Fields, Head
+from holdfast.gateway.http.intake import Intake
+from holdfast.gateway.http.outcomes import Forwarded, Refused
+from holdfast.gateway.http.passage import Order, Passage, Relay
+from holdfast.gateway.http.pool import Pool, Upstream
+from holdfast.gateway.http.serialize import checked, reply_head
+from holdfast.gateway.http.trouble import CallerLeft
+
+if TYPE_CHECKING:
+    from holdfast.gateway.http.connection import Connection
+
+__all__ = ["Exchange"]
+
+
+def _always(_status: int, _headers: Fields) -> bool:
+    return True
+
+
+class Exchange:
+    """See the module."""
+
+    def __init__(self, connection: "Connection", head: Head, intake: Intake, pool: Pool) -> None:
+        self.head = head
+        self.peer = connection.peer
+        """The caller's address."""
+        self._connection = connection
+        self._intake = intake
+        self._pool = pool
+        self._passage: Passage | None = None
+        self._reading: asyncio.Future[None] | None = None
+        self._trouble: Exception | None = None
+        self._gone: asyncio.Event | None = None
+        self.answered = False
+        """Whether an answer has begun: then there cannot be another one."""
+        self.closes = False
+        """Whether the connection ends with this answer."""
+
+    @property
+    def gone(self) -> asyncio.Event:
+        """Set when the caller has left: there is nobody to wait for."""
+        if self._gone is None:
+            self._gone = asyncio.Event()
+            if isinstance(self._trouble, CallerLeft):
+                self._gone.set()
+        return self._gone
+
+    @property
+    def cannot_replay(self) -> bool:
+        """Whether too much of the body has passed for sending it again."""
+        return not self._intake.whole
+
+    @property
+    def received_bytes(self) -> int:
+        """How much of the body has arrived."""
+        return self._intake.received_bytes
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body. Raises `TooLarge` beyond `limit`."""
+        self._check()
+        intake = self._intake
+        if not intake.whole:
+            raise Mistake("the body has been passed on, and was too large to be kept")
+        if (self.head.length or 0) > limit or intake.exceeds(limit):
+            raise TooLarge(f"the body is larger than {limit} bytes")
+        if not intake.complete:
+            intake.keep(limit)
+            self._reading = asyncio.get_running_loop().create_future()
+            intake.sink = _Waiter(self._reading, intake, limit)
+            self._connection.want_body()
+            try:
+                await self._reading
+            finally:
+                intake.sink = None
+                self._reading = None
+            if intake.exceeds(limit):
+                raise TooLarge(f"the body is larger than {limit} bytes")
+        return intake.kept()
+
+    async def answer(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes = b""
+    ) -> None:
+        """Answer the request. What is left of its body is read and dropped if that is
+        little; otherwise the connection closes."""
+        self._check()
+        if not 200 <= status <= 599:
+            raise Mistake(f"{status} is not the status of an answer")
+        fields = checked(headers)
+        if not any(name == b"date" for name, _ in fields):
+            fields.append((b"date", _date(int(time.time()))))
+        bodiless = status in (204, 304)
+        close = self._connection.must_close(drains=True)
+        self._connection.begin_answer(close=close)
+        head = reply_head(
+            status,
+            fields,
+            length=None if bodiless else len(body),
+            chunked=False,
+            close=close,
+            minor=self.head.minor,
+        )
+        silent = bodiless or self.head.method == "HEAD" or not body
+        self._connection.write([head] if silent else [head, body])
+
+    async def forward(
+        self,
+        upstream: Upstream,
+        *,
+        path: str | None = None,
+        replace: Mapping[bytes, bytes] | None = None,
+        remove: Collection[bytes] = (),
+        relay: Relay = _always,
+        reply: Iterable[tuple[bytes, bytes]] = (),
+        answer_s: float | None = None,
+        hold_s: float = 0.0,
+    ) -> Forwarded:
+        """Pass the request on, and the answer back if `relay(status, headers)` says so.
+
+        `path` is the target (path and query) that the upstream sees, as it came by default;
+        `replace` sets fields of the request and `remove` takes some away; `reply` adds
+        fields to the answer. `answer_s` bounds the upstream's silence. With `hold_s` a body
+        that is too large to be replayed is held back until the upstream says that it
+        wants it, or for so long: until then it can still be sent elsewhere.
+
+        Raises `CallerLeft` when the caller leaves meanwhile, and `Rejected` when the rest of
+        its body cannot be accepted; the upstream's connection is cut then.
+        """
+        self._check()
+        if not self._intake.whole:
+            raise Mistake("the body is too large to be sent again")
+        order = Order(
+            self.head.target if path is None else _target(path),
+            _host(upstream),
+            replace or {},
+            frozenset(remove),
+            relay,
+            tuple(checked(reply)) if reply else (),
+            self._connection.limits.answer_s if answer_s is None else answer_s,
+            hold_s,
+        )
+        try:
+            line = await self._pool.take(upstream)
+        except Unavailable as error:
+            return Refused(str(error))
+        passage = Passage(self._connection, self.head, self._intake, line, order)
+        try:
+            self._check()
+            if not line.open:
+                return Refused("the connection to the upstream closed before it was used")
+            self._passage = passage
+            passage.start()
+            return await passage.outcome
+        finally:
+            self._passage = None
+            self._pool.give(line, upstream, reusable=passage.end())
+
+    def fail(self, error: Exception) -> None:
+        """The caller has left, or what it sends cannot be accepted. From the connection."""
+        if self._trouble is None:
+            self._trouble = error
+        if self._gone is not None and isinstance(error, CallerLeft):
+            self._gone.set()
+        if self._passage is not None:
+            self._passage.fail(error)
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_exception(error)
+
+    def caller_takes(self, takes: bool) -> None:
+        """Whether the caller reads its answer. From the connection."""
+        if self._passage is not None:
+            self._passage.caller_takes(takes)
+
+    @property
+    def wants_body(self) -> bool:
+        """Whether somebody waits for more of the body."""
+        return self._intake.sink is not None
+
+    def _check(self) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+        if self.answered:
+            raise Mistake("the request has been answered")
+
+
+class _Waiter:
+    """A sink that lets the body pile up until it is complete, or too large."""
+
+    def __init__(self, done: "asyncio.Future[None]", intake: Intake, limit: int) -> None:
+        self._done = done
+        self._intake = intake
+        self._limit = limit
+
+    def take(self, _piece: bytes) -> None:
+        if self._intake.exceeds(self._limit):
+            self.finish()
+
+    def finish(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+def _target(path: str) -> str:
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+        raise Mistake(f"a target is a path, percent-encoded, not {path[:80]!r}")
+    return path
+
+
+def _host(upstream: Upstream) -> bytes:
+    host, port = upstream
+    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
+
+
+_dated: tuple[int, bytes] = (0, b"")
+
+
+def _date(now: int) -> bytes:
+    """The time as answers say it; the same bytes for a second."""
+    global _dated
+    if _dated[0] != now:
+        _dated = (now, email.utils.formatdate(now, usegmt=True).encode())
+    return _dated[1]

@@ -1,0 +1,172 @@
+"""Accepts callers and gives their requests to a handler.
+
+Stopping is gentle: no new connections, idle ones close, requests in work are finished and
+their connections closed; what is left at the deadline is cut.
+"""
+
+import asyncio
+import ssl as tls
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from holdfast.errors import Mistake
+from holdfast.gateway.http.connection import Connection, Render
+from holdfast.gateway.http.exchange import Exchange
+from holdfast.gateway.http.head import Fields
+from holdfast.gateway.http.limits import Limits
+from holdfast.gateway.http.pool import Pool
+
+__all__ = ["Handler", "Server", "render_json"]
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Record = Callable[[Exception, Exchange], None]
+
+_BACKLOG = 1024
+_TICKS_PER_TIME = 4
+_TICK_MOST_S = 0.5
+
+
+def render_json(status: int, code: str, message: str) -> tuple[Fields, bytes]:
+    """A refusal by the engine itself, as JSON."""
+    body = msgspec.json.encode({"error": {"code": code, "message": message}})
+    extra: Fields = ((b"retry-after", b"1"),) if status == 503 else ()
+    if status == 405:
+        extra = ((b"allow", b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),)
+    return ((b"content-type", b"application/json"), *extra), body
+
+
+def _report(error: Exception, exchange: Exchange) -> None:
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": f"the handler of {exchange.head.path} failed", "exception": error}
+    )
+
+
+class Server:
+    """See the module. `record` hears of errors that a handler let pass."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        limits: Limits | None = None,
+        pool: Pool | None = None,
+        render: Render = render_json,
+        record: Record = _report,
+    ) -> None:
+        self.handler = handler
+        self.limits = limits or Limits()
+        self.limits.check()
+        self.pool = pool or Pool(self.limits)
+        self.render = render
+        self.record = record
+        self.counts: Counter[str] = Counter()
+        """How often the engine refused or cut something, by code."""
+        self.requests = 0
+        """Requests in work."""
+        self.stopping = False
+        """Whether `stop` has been called."""
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._tick_s = self._tick_length()
+
+    @property
+    def connections(self) -> int:
+        """Open connections of callers."""
+        return len(self._connections)
+
+    @property
+    def port(self) -> int:
+        """The port that callers come to."""
+        if self._server is None or not self._server.sockets:
+            raise Mistake("the server has not been started")
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def start(
+        self,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool = False,
+        ssl: tls.SSLContext | None = None,
+    ) -> None:
+        """Listen. Several processes may share a port with `reuse_port`."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self),
+            host,
+            port,
+            backlog=_BACKLOG,
+            reuse_port=reuse_port or None,
+            ssl=ssl,
+            ssl_handshake_timeout=self.limits.head_s if ssl else None,
+        )
+        self._ticking = loop.call_later(self._tick_s, self._tick)
+
+    async def stop(self, drain_s: float = 10.0) -> int:
+        """Stop; return how many requests had to be cut at the deadline."""
+        self.stopping = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.stop()
+        if self._connections:
+            self._empty.clear()
+            try:
+                async with asyncio.timeout(drain_s):
+                    await self._empty.wait()
+            except TimeoutError:
+                pass
+        left = list(self._connections)
+        cut = sum(connection.busy for connection in left)
+        await asyncio.gather(*(connection.abandon() for connection in left))
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self.pool.close()
+        return cut
+
+    # From connections.
+
+    def admit(self, connection: Connection) -> int:
+        """Take a connection in; return by how many there are too many now."""
+        self._connections.add(connection)
+        return len(self._connections) - self.limits.connections
+
+    def forget(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def begin_request(self) -> bool:
+        """Take a request in; False: it is one too many."""
+        if self.requests >= self.limits.requests:
+            return False
+        self.requests += 1
+        return True
+
+    def end_request(self) -> None:
+        """A request is done."""
+        self.requests -= 1
+
+    def count(self, code: str) -> None:
+        """Something was refused or cut."""
+        self.counts[code] += 1
+
+    def _tick_length(self) -> float:
+        limits = self.limits
+        shortest = min(limits.head_s, limits.idle_s, limits.pace_s, limits.linger_s)
+        return min(_TICK_MOST_S, shortest / _TICKS_PER_TIME)
+
+    def _tick(self) -> None:
+        """One timer for all connections: their bounds are in seconds, so this is exact enough,
+        and a request costs no timer of its own."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self._connections):
+            connection.tick(now)
+        self._ticking = loop.call_later(self._tick_s, self._tick)

@@ -1,0 +1,97 @@
+"""A gateway as a process of its own: `python -m holdfast.gateway.process SETTINGS`.
+
+SETTINGS is a JSON object (`GatewaySettings`). Any number of these share a port and a ledger.
+SIGTERM and SIGINT stop it gently: requests in work are finished first.
+"""
+
+import random
+import ssl
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast import events, ledger
+from holdfast.gateway.desk import Desk, NaiveDesk, Patience
+from holdfast.gateway.front import Front
+from holdfast.gateway.http import Limits, Server, run
+from holdfast.gateway.routes import Routes
+from holdfast.jobs.accounts import Accounts, Guests
+from holdfast.jobs.api import Api
+from holdfast.jobs.logs import Logs
+from holdfast.jobs.serving import until_signal
+from holdfast.jobs.store import Jobs
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["GatewaySettings", "main"]
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a gateway needs to know."""
+
+    run: str
+    ledger: str
+    name: str
+    folder: str
+    host: str = "127.0.0.1"
+    port: int = 8700
+    certificate: str = ""
+    private_key: str = ""
+    access_log: bool = True
+    submit_wait_s: float = DEFAULTS.submit_wait_s
+    poll_hold_s: float = DEFAULTS.poll_hold_s
+    body_bytes: int = 1 << 30
+    drain_s: float = 10.0
+    naive: bool = False
+    lag_s: float = 0.0
+    """For tests: how late this gateway may hear of changes."""
+
+
+async def serve(settings: GatewaySettings, counters: events.Counters) -> None:
+    """Be a gateway until a signal comes."""
+    async with ledger.open(settings.ledger) as opened:
+        runtime = LiveRuntime(opened)
+        jobs = Jobs(runtime, settings.run, time.time)
+        accounts = Accounts(runtime, settings.run, time.time)
+        guests = Guests(runtime, settings.run, time.time)
+        lag = random.Random(settings.name)
+        routes = Routes(jobs, lag=lambda: lag.random() * settings.lag_s)
+        patience = Patience(settings.submit_wait_s, settings.poll_hold_s)
+        desk = (NaiveDesk if settings.naive else Desk)(runtime, routes, patience)
+
+        async def announce(account: str, job: str) -> None:
+            if not guests.default_job(account):
+                await accounts.set_default(account, job)
+
+        api = Api(jobs, Logs(Path(settings.folder)), announce)
+        front = Front(guests, routes, desk, api, counters.expose, access_log=settings.access_log)
+        server = Server(front.handle, limits=Limits(body_bytes=settings.body_bytes))
+        await server.start(settings.host, settings.port, reuse_port=True, ssl=_tls(settings))
+        try:
+            await until_signal(routes.run(), guests.run())
+        finally:
+            await server.stop(settings.drain_s)
+
+
+def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    if not settings.certificate:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(settings.certificate, settings.private_key or None)
+    return context
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    settings = msgspec.json.decode(sys.argv[1], type=GatewaySettings)
+    log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    counters = events.Counters()
+    events.configure(log, process=settings.name, sinks=[counters])
+    run(serve(settings, counters))
+
+
+if __name__ == "__main__":
+    main()

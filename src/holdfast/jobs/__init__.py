@@ -1,0 +1,1 @@
+"""The control plane: trainer jobs, their states, epochs and addresses."""

@@ -1,0 +1,194 @@
+"""Accounts and their API keys.
+
+A key is `tml-<id>-<secret>` (the prefix is what the public SDKs ask for). The ledger holds the
+id and the hash of the secret; the key itself is shown once. A secret has 192 random bits, so a
+plain hash is enough; it is compared in constant time, and an unknown id costs as much as a
+wrong secret. Keys are followed by watch, so making and revoking one needs no restart; an id
+that is not known yet is looked up, once a second.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.errors import Corrupt, Denied, Mistake, NotFound, Retriable, UnknownOutcome
+from holdfast.jobs.records import Account, ApiKey, Keys, check_name
+from holdfast.ledger.follow import Step, follow
+from holdfast.ledger.records import KEEP, Verdict, decode, update
+from holdfast.ledger.runtime import Runtime
+
+__all__ = ["Accounts", "Guests", "make_key", "split_key"]
+
+KEYS_MAX = 32
+"""Keys of one account."""
+_LOOK_S = 1.0
+_WAITING_MAX = 32
+_KEY = re.compile(r"tml-([a-z0-9]{12})-([A-Za-z0-9]{32})")
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_NOBODY = ApiKey(id="", sha256=hashlib.sha256(b"nobody").hexdigest())
+
+
+def make_key(now: float, lives_s: float = 0.0) -> tuple[str, ApiKey]:
+    """A new key: what its owner gets, and what is kept."""
+    name = "".join(secrets.choice(_LETTERS[:26] + _LETTERS[-10:]) for _ in range(12))
+    secret = "".join(secrets.choice(_LETTERS) for _ in range(32))
+    kept = ApiKey(
+        id=name,
+        sha256=_hash(secret),
+        created_at=now,
+        expires_at=now + lives_s if lives_s else 0.0,
+    )
+    return f"tml-{name}-{secret}", kept
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Id and secret of a key, or None when it is none of ours."""
+    found = _KEY.fullmatch(key)
+    return (found[1], found[2]) if found else None
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Accounts:
+    """Making accounts and keys, and taking keys back."""
+
+    def __init__(self, runtime: Runtime, run: str, wall: Callable[[], float]) -> None:
+        self._runtime = runtime
+        self._keys = Keys(run)
+        self._wall = wall
+
+    async def all(self) -> list[Account]:
+        """Every account, by name."""
+        found = await self._runtime.ledger.range(self._keys.accounts)
+        return [decode(Account, entry) for entry in found.entries]
+
+    async def add_key(self, account: str, lives_s: float = 0.0) -> tuple[str, ApiKey]:
+        """Make a key; the account is made with its first one."""
+        check_name("account", account)
+        key, kept = make_key(self._wall(), lives_s)
+
+        def decide(there: Account | None) -> Account:
+            there = there or Account(name=account)
+            if kept in there.keys:
+                return there
+            keys = tuple(one for one in there.keys if not self._is_over(one))
+            if len(keys) >= KEYS_MAX:
+                raise Mistake(f"{account} has {KEYS_MAX} keys: revoke one first")
+            return msgspec.structs.replace(there, keys=(*keys, kept))
+
+        await update(self._runtime, self._keys.account(account), Account, decide)
+        return key, kept
+
+    async def revoke(self, account: str, key_id: str) -> None:
+        """Take a key back. It stops working as soon as gateways hear of it."""
+
+        done = False
+
+        def decide(there: Account | None) -> Account | Verdict:
+            nonlocal done
+            if there is None or all(one.id != key_id for one in there.keys):
+                if done:
+                    return KEEP  # an earlier attempt of ours, whose answer was lost
+                raise NotFound(f"the account {account} has no key {key_id}")
+            done = True
+            left = tuple(one for one in there.keys if one.id != key_id)
+            return msgspec.structs.replace(there, keys=left)
+
+        await update(self._runtime, self._keys.account(account), Account, decide)
+
+    async def set_default(self, account: str, job: str) -> None:
+        """Paths without a job's name lead to this job from now on."""
+
+        def decide(there: Account | None) -> Account:
+            there = there or Account(name=account)
+            return msgspec.structs.replace(there, default_job=job)
+
+        await update(self._runtime, self._keys.account(account), Account, decide)
+
+    def _is_over(self, key: ApiKey) -> bool:
+        return 0 < key.expires_at <= self._wall()
+
+
+class Guests:
+    """Who may come in, followed: whose key is it?"""
+
+    def __init__(self, runtime: Runtime, run: str, wall: Callable[[], float]) -> None:
+        self._runtime = runtime
+        self._keys = Keys(run)
+        self._wall = wall
+        self._accounts: dict[str, Account] = {}
+        self._by_id: dict[str, tuple[str, ApiKey]] = {}
+        self._looking = asyncio.Lock()
+        self._looked_at = float("-inf")
+        self._waiting = 0
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the accounts, for ever."""
+        async with contextlib.aclosing(follow(self._runtime, self._keys.accounts)) as steps:
+            async for step in steps:
+                self._take(step)
+                self.ready.set()
+
+    def _take(self, step: Step) -> None:
+        accounts = {}
+        for entry in step.entries.values():
+            with contextlib.suppress(Corrupt):
+                account = decode(Account, entry)
+                accounts[account.name] = account
+        self._accounts = accounts
+        self._by_id = {
+            key.id: (account.name, key) for account in accounts.values() for key in account.keys
+        }
+
+    async def who(self, key: str) -> str:
+        """The account that a key belongs to. Raises `Denied`."""
+        parts = split_key(key)
+        if parts is None:
+            raise Denied("this is not an API key of this service: it begins with tml-")
+        key_id, secret = parts
+        if key_id not in self._by_id:
+            await self._look()
+        account, kept = self._by_id.get(key_id, ("", _NOBODY))
+        right = hmac.compare_digest(_hash(secret), kept.sha256)
+        over = 0 < kept.expires_at <= self._wall()
+        if not right or over:
+            raise Denied("this API key is not known, or no longer valid")
+        return account
+
+    def default_job(self, account: str) -> str:
+        """The job that an account's paths without a job's name lead to, or nothing."""
+        there = self._accounts.get(account)
+        return there.default_job if there else ""
+
+    async def _look(self) -> None:
+        """Read the accounts once more: a key may be newer than what was heard.
+
+        Once a second, for all who wait; when many do, it is not new keys that they bring.
+        """
+        if self._waiting >= _WAITING_MAX:
+            return
+        asked_at = self._runtime.now()
+        self._waiting += 1
+        try:
+            async with self._looking:
+                if self._looked_at >= asked_at:
+                    return  # somebody else has looked meanwhile
+                pause_s = self._looked_at + _LOOK_S - self._runtime.now()
+                if pause_s > 0:
+                    await self._runtime.sleep(pause_s)
+                self._looked_at = self._runtime.now()
+                with contextlib.suppress(Retriable, UnknownOutcome):
+                    whole = await self._runtime.ledger.range(self._keys.accounts)
+                    entries = {entry.key: entry for entry in whole.entries}
+                    self._take(Step(whole.revision, entries, None))
+        finally:
+            self._waiting -= 1

@@ -1,0 +1,275 @@
+"""The control plane's REST: the paths and words of the Fireworks SDK, over the ledger.
+
+`Api.handle` is given a request whose caller is known, and returns an answer; it holds no state,
+so any number of processes serve it side by side. A caller sees its own account only: another
+one's answers like one that is not there.
+"""
+
+import datetime
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote
+
+import msgspec
+
+from holdfast.errors import (
+    Denied,
+    Exists,
+    Gone,
+    HoldfastError,
+    Mistake,
+    NotFound,
+    Retriable,
+    TooLarge,
+    UnknownOutcome,
+)
+from holdfast.jobs.decide import Verb
+from holdfast.jobs.logs import Logs
+from holdfast.jobs.records import Checkpoint, Job, check_name
+from holdfast.jobs.store import Jobs
+from holdfast.ledger.records import decode
+
+__all__ = ["BODY_BYTES", "Api", "Reply", "Request", "describe"]
+
+BODY_BYTES: Final = 256 << 10
+"""The largest body: a spec is part of a record."""
+_PAGE_MAX: Final = 200
+_JOBS: Final = "rlorTrainerJobs"
+_PATH = re.compile(
+    rf"/v1/accounts/(?P<account>[^/]+)/{_JOBS}(?:/(?P<job>[^/:]+)(?::(?P<verb>[a-z]+))?"
+    r"(?:/(?P<part>checkpoints|logs))?)?"
+)
+_VERBS: Final[dict[str, Verb]] = {
+    "resume": "resume",
+    "pause": "pause",
+    "cancel": "cancel",
+    "archive": "archive",
+    "stop": "stop_early",
+}
+_GRPC: Final = {
+    400: (3, "INVALID_ARGUMENT"),
+    401: (16, "UNAUTHENTICATED"),
+    404: (5, "NOT_FOUND"),
+    405: (12, "UNIMPLEMENTED"),
+    409: (6, "ALREADY_EXISTS"),
+    410: (5, "NOT_FOUND"),
+    412: (9, "FAILED_PRECONDITION"),
+    413: (3, "INVALID_ARGUMENT"),
+    503: (14, "UNAVAILABLE"),
+}
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request to the control plane."""
+
+    method: str
+    path: str
+    query: str = ""
+    body: bytes = b""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Its answer, in JSON."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Api:
+    """The REST of one run's jobs."""
+
+    def __init__(self, jobs: Jobs, logs: Logs, announce: Callable[[str, str], Awaitable[None]]):
+        self._jobs = jobs
+        self._logs = logs
+        self._announce = announce
+        """Called with account and job when a job was made."""
+
+    async def handle(self, account: str, request: Request) -> Reply:
+        """Answer one request of an account."""
+        try:
+            return await self._route(account, request)
+        except HoldfastError as error:
+            return _refusal(error)
+
+    async def _route(self, account: str, request: Request) -> Reply:
+        if request.path == "/v1/accounts":
+            _only(request, "GET")
+            accounts = [{"name": f"accounts/{account}", "displayName": account}]
+            return _json({"accounts": accounts, "nextPageToken": "", "totalSize": 1})
+        if request.path == f"/v1/accounts/{account}":
+            _only(request, "GET")
+            return _json({"name": f"accounts/{account}", "displayName": account})
+        found = _PATH.fullmatch(request.path)
+        if found is None or unquote(found["account"]) != account:
+            raise NotFound("there is nothing here: check the account and the path")
+        query = dict(parse_qsl(request.query, keep_blank_values=True, max_num_fields=32))
+        if found["job"] is None:
+            return await self._of_account(account, request, query)
+        job = check_name("job", unquote(found["job"]))
+        if found["part"] == "checkpoints":
+            _only(request, "GET")
+            return await self._checkpoints(account, job, query)
+        if found["part"] == "logs":
+            _only(request, "GET")
+            return await self._tell(account, job, query)
+        return await self._of_job(account, job, found["verb"], request)
+
+    async def _of_account(self, account: str, request: Request, query: dict[str, str]) -> Reply:
+        _only(request, "GET", "POST")
+        if request.method == "GET":
+            limit = _page_size(query)
+            after = query.get("pageToken", "")
+            jobs, more = await self._jobs.page(account, after, limit)
+            if "showDeleted" not in query:
+                jobs = [job for job in jobs if job.state not in ("DELETED", "ARCHIVED")]
+            last = jobs[-1].id if more and jobs else ""
+            return _json({_JOBS: [describe(job) for job in jobs], "nextPageToken": last})
+        spec = _spec(request.body)
+        name = query.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
+        job = await self._jobs.create(account, name, spec)
+        await self._announce(account, name)
+        return _json(describe(job))
+
+    async def _of_job(self, account: str, job: str, verb: str | None, request: Request) -> Reply:
+        if verb is not None:
+            _only(request, "POST")
+            if verb not in _VERBS:
+                raise Mistake(f":{verb} is not possible; there are {', '.join(_VERBS)}")
+            return _json(describe(await self._jobs.change(account, job, _VERBS[verb])))
+        _only(request, "GET", "DELETE")
+        if request.method == "GET":
+            return _json(describe((await self._jobs.get(account, job)).job))
+        await self._jobs.change(account, job, "delete")
+        return _json({})
+
+    async def _checkpoints(self, account: str, job: str, query: dict[str, str]) -> Reply:
+        await self._jobs.get(account, job)
+        folder, after = self._jobs.keys.checkpoints(account, job), query.get("pageToken", "")
+        limit, more = _page_size(query), False
+        found: list[Checkpoint] = []
+        async for page in self._jobs.runtime.ledger.pages(folder):
+            for entry in page.entries:
+                if entry.key.removeprefix(folder) > after and not more:
+                    if len(found) == limit:
+                        more = True
+                    else:
+                        found.append(decode(Checkpoint, entry))
+        parent = f"accounts/{account}/{_JOBS}/{job}/checkpoints"
+        told = [
+            {
+                "name": f"{parent}/{one.name}",
+                "createTime": _time(one.created_at),
+                "checkpointType": one.kind,
+                "step": one.step,
+                "path": one.path,
+            }
+            for one in found
+        ]
+        token = found[-1].name if more else ""
+        return _json({"checkpoints": told, "nextPageToken": token})
+
+    async def _tell(self, account: str, job: str, query: dict[str, str]) -> Reply:
+        """A part of what an incarnation has written."""
+        found = await self._jobs.get(account, job)
+        epoch = _number(query, "epoch", 0, 1 << 31)
+        offset = _number(query, "offset", 0, 1 << 62)
+        epoch, text, behind = self._logs.read(account, job, epoch, offset, found.job.epoch)
+        return _json({"epoch": epoch, "text": text, "offset": behind, "state": found.job.state})
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """A job as the SDK expects it. Where its trainer listens is nobody's business."""
+    failed = job.state == "FAILED"
+    spec = {key: value for key, value in job.spec.items() if key not in _OWN}
+    return {
+        **spec,
+        "name": f"accounts/{job.account}/{_JOBS}/{job.id}",
+        "state": f"JOB_STATE_{job.state}",
+        "status": {"code": "INTERNAL" if failed else "OK", "message": job.reason},
+        "createTime": _time(job.created_at),
+        "updateTime": _time(job.changed_at),
+        "epoch": job.epoch,
+    }
+
+
+_OWN: Final = frozenset({"name", "state", "status", "createTime", "updateTime", "epoch"})
+
+
+def _time(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _json(value: Any) -> Reply:
+    return Reply(200, msgspec.json.encode(value))
+
+
+def _spec(body: bytes) -> dict[str, Any]:
+    if len(body) > BODY_BYTES:
+        raise TooLarge(f"a job's description has {len(body)} bytes; the limit is {BODY_BYTES}")
+    try:
+        spec = msgspec.json.decode(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Mistake(f"the body is not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise Mistake("the body is a JSON object: the job's description")
+    return spec
+
+
+def _only(request: Request, *methods: str) -> None:
+    if request.method not in methods:
+        raise _WrongMethod(f"{request.method} is not possible here: {', '.join(methods)}")
+
+
+class _WrongMethod(Mistake):
+    """The path is right and the method is not."""
+
+
+def _page_size(query: dict[str, str]) -> int:
+    return max(1, min(_number(query, "pageSize", 50, 1 << 31), _PAGE_MAX))
+
+
+def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()) or int(text[:20]) > most:
+        raise Mistake(f"{name} is a number from 0 to {most}, not {text[:40]!r}")
+    return int(text)
+
+
+def _refusal(error: HoldfastError) -> Reply:
+    """An error as the SDK expects it."""
+    status = _status(error)
+    number, name = _GRPC.get(status, (2, "UNKNOWN"))
+    message = str(error)
+    body = {
+        "code": number,
+        "message": message,
+        "error": {"code": name.lower(), "message": message, "status": name},
+    }
+    retry = (("retry-after-ms", "500"),) if status == 503 else (("x-should-retry", "false"),)
+    return Reply(status, msgspec.json.encode(body), retry)
+
+
+def _status(error: HoldfastError) -> int:
+    match error:
+        case _WrongMethod():
+            return 405
+        case TooLarge():
+            return 413
+        case NotFound():
+            return 404
+        case Denied():
+            return 401
+        case Exists():
+            return 409
+        case Retriable() | UnknownOutcome():
+            return 503
+        case Gone():
+            return 410
+        case Mistake():
+            return 400
+    return 500

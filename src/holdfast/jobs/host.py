@@ -1,0 +1,359 @@
+"""A host: takes jobs that wait, has their trainers started, and keeps them known as alive.
+
+Everything that a host starts hangs on its lease: the alive keys of its jobs vanish with it.
+A host that loses its lease stops all its trainers at once and begins again with another; what
+they may still do is fenced by the epoch. Invariants:
+
+- an incarnation is started only after a transaction made it the job's, and only while nothing
+  of an earlier one is known to live;
+- an address is published only for an incarnation that answers, and only while it is the job's;
+- when a job's epoch moves on, its trainer is stopped, and its alive key goes after that.
+
+Any number of hosts may share a run; each job is taken by one of them.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+
+from holdfast import events
+from holdfast.errors import (
+    Fenced,
+    Gone,
+    HoldfastError,
+    LeaseLost,
+    Mistake,
+    NotFound,
+    Retriable,
+    UnknownOutcome,
+)
+from holdfast.jobs import decide
+from holdfast.jobs.decide import Budget
+from holdfast.jobs.launcher import Launcher, Running, Ticket
+from holdfast.jobs.records import Host as HostRecord
+from holdfast.jobs.records import Job
+from holdfast.jobs.store import Jobs, Seen
+from holdfast.jobs.view import View, keep
+from holdfast.ledger.leases import Keeper
+from holdfast.ledger.records import put
+from holdfast.ledger.types import Delete, same_life
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["Ended", "Host", "Started", "Taken"]
+
+_RETRY_S = 0.2
+
+
+class Taken(events.Event, frozen=True, tag="job.taken"):
+    """A host began an incarnation."""
+
+    job: str
+    epoch: int
+    host: str
+
+
+class Started(events.Event, frozen=True, tag="job.started"):
+    """An incarnation serves."""
+
+    job: str
+    epoch: int
+    address: str
+
+
+class Ended(events.Event, frozen=True, tag="job.ended"):
+    """An incarnation is no more."""
+
+    labels = ("how",)
+
+    job: str
+    epoch: int
+    how: str
+    """completed, died, refused, replaced, left"""
+    reason: str
+
+
+@dataclasses.dataclass(eq=False)
+class _Tended:
+    """An incarnation that this host looks after."""
+
+    job: Job
+    lease: int
+    stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    grace_s: float = 0.0
+    task: "asyncio.Task[None] | None" = None
+
+    def stop(self, grace_s: float) -> None:
+        """Have it stopped; the task ends when it is."""
+        if not self.stopping.is_set():
+            self.grace_s = grace_s
+            self.stopping.set()
+
+
+class Host:
+    """One host. `run` goes on until it is cancelled; then everything it started is stopped."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        launcher: Launcher,
+        name: str,
+        *,
+        capacity: int = 64,
+        lease_s: float = DEFAULTS.host_lease_s,
+        grace_s: float = 10.0,
+        budget: Budget = Budget(),  # noqa: B008 -- frozen
+    ) -> None:
+        self._jobs = jobs
+        self._runtime = jobs.runtime
+        self._launcher = launcher
+        self._name = name
+        self._capacity = capacity
+        self._lease_s = lease_s
+        self._grace_s = grace_s
+        self._budget = budget
+        self._tending: dict[str, _Tended] = {}
+        self._begun: dict[str, int] = {}
+        """The newest epoch of each job that was begun here."""
+        self._view = View(jobs.keys)
+        self._dirty: set[str] = set()
+        self._wake = asyncio.Event()
+        self._keeper: Keeper
+
+    async def run(self) -> None:
+        """Take jobs and look after them."""
+        while True:
+            with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
+                async with Keeper(self._runtime, self._lease_s) as self._keeper:
+                    await self._serve()
+            await self._runtime.sleep(_RETRY_S * (0.5 + self._runtime.random.random()))
+
+    async def _serve(self) -> None:
+        """One lease long."""
+        key = self._jobs.keys.host(self._name)
+        record = put(key, HostRecord(name=self._name), lease=self._keeper.id)
+        await self._runtime.ledger.txn([], [record])
+        self._view = View(self._jobs.keys)
+        tasks = [
+            self._runtime.spawn(keep(self._runtime, self._view, self._changed), name="host sees"),
+            self._runtime.spawn(self._reconcile(), name="host acts"),
+            self._runtime.spawn(self._keeper.lost.wait(), name="host's lease"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._drop_all()
+
+    async def _drop_all(self) -> None:
+        """Stop everything: at once when the lease is lost, politely when this host leaves."""
+        tended, self._tending = list(self._tending.values()), {}
+        for one in tended:
+            one.stop(self._grace_s if self._keeper.believes() else 0.0)
+        await asyncio.gather(*(one.task for one in tended if one.task), return_exceptions=True)
+
+    def _changed(self, names: set[str]) -> None:
+        self._dirty |= names
+        self._wake.set()
+
+    async def _reconcile(self) -> None:
+        """Look at every job that has changed, and at those that wait for their time."""
+        while True:
+            self._wake.clear()
+            names, self._dirty = sorted(self._dirty), set()
+            waits = [await self._look(name) for name in names]
+            later = [name for name, wait_s in zip(names, waits, strict=True) if wait_s]
+            soon_s = min((wait_s for wait_s in waits if wait_s), default=3600.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.05, soon_s)):
+                    await self._wake.wait()
+            self._dirty.update(later)
+
+    async def _look(self, name: str) -> float:
+        """Stop what is no longer wanted, take what waits; returns when to look again, or 0."""
+        it, tended = self._view.jobs.get(name), self._tending.get(name)
+        if tended is not None:
+            if it is not None and it.job.epoch > tended.job.epoch:
+                tended.stop(self._grace_s if it.job.state == "PAUSED" else 0.0)
+            return 0.0
+        if it is None:
+            return 0.0
+        now = self._jobs.wall()
+        try:
+            if it.job.state == "PENDING" and it.alive is None:
+                if now < it.job.not_before:
+                    return min(it.job.not_before - now, 60.0)
+                if len(self._tending) >= self._capacity:
+                    return 60.0  # or when a place becomes free
+                await self._take(it)
+            elif self._is_forgotten(it):
+                self._begin(it.job)
+            else:
+                await settle_one(self._jobs, it, self._budget)
+        except (Retriable, UnknownOutcome):
+            return _RETRY_S
+        return 0.0
+
+    async def _take(self, it: Seen) -> None:
+        new = decide.take(it.job, self._name, self._jobs.wall())
+        if new is None:
+            return
+        alive = self._jobs.alive_op(new, self._keeper.id)
+        absent = self._jobs.without_alive(it)
+        try:
+            ours = await self._jobs.commit(it, new, compare=(absent,), ops=[alive])
+        except UnknownOutcome:
+            ours = await self._is_ours(new)
+        if ours:
+            self._begin(new)
+
+    def _begin(self, job: Job) -> None:
+        events.emit(Taken(job=job.name, epoch=job.epoch, host=self._name))
+        self._begun[job.name] = job.epoch
+        tended = self._tending[job.name] = _Tended(job, self._keeper.id)
+        tended.task = self._runtime.spawn(self._tend(tended), name=f"tends {job.name}")
+
+    def _is_forgotten(self, it: Seen) -> bool:
+        """Whether we have taken this job and do not know it: the answer to it was lost."""
+        return (
+            it.lives
+            and it.job.state == "CREATING"
+            and it.alive_entry is not None
+            and it.alive_entry.lease == self._keeper.id
+            and it.job.epoch > self._begun.get(it.job.name, 0)
+        )
+
+    async def _is_ours(self, job: Job) -> bool:
+        """Whether an alive key of our own lease is there for this epoch."""
+        found = await self._jobs.find(job.account, job.id)
+        return (
+            found is not None
+            and found.lives
+            and found.job.epoch == job.epoch
+            and found.alive_entry is not None
+            and found.alive_entry.lease == self._keeper.id
+        )
+
+    # ---- one incarnation -------------------------------------------------------
+
+    async def _tend(self, tended: _Tended) -> None:
+        """From the start of an incarnation to its end, whichever comes."""
+        job = tended.job
+        try:
+            how, reason = await self._begin_and_live(tended)
+            events.emit(Ended(job=job.name, epoch=job.epoch, how=how, reason=reason))
+            await self._report(tended, how, reason)
+        finally:
+            if self._tending.get(job.name) is tended:
+                del self._tending[job.name]
+            self._changed(set(self._view.jobs) if self._is_full() else {job.name})
+
+    def _is_full(self) -> bool:
+        return len(self._tending) + 1 >= self._capacity
+
+    async def _begin_and_live(self, tended: _Tended) -> tuple[str, str]:
+        job = tended.job
+        ticket = Ticket(
+            run=self._jobs.run, account=job.account, job=job.id, epoch=job.epoch, spec=job.spec
+        )
+        running: Running | None = None
+        try:
+            running = await self._launcher.start(ticket)
+            return await self._live(tended, running)
+        except Mistake as error:
+            return "refused", str(error)
+        except HoldfastError as error:
+            return "died", str(error)
+        finally:
+            if running is not None:
+                await running.stop(tended.grace_s)
+
+    async def _live(self, tended: _Tended, running: Running) -> tuple[str, str]:
+        """Publish its address once it serves, and wait for its end, or ours."""
+        job = tended.job
+        serving = self._runtime.spawn(running.serving(), name=f"{job.name} starts")
+        ended = self._runtime.spawn(running.ended(), name=f"{job.name} runs")
+        stopped = self._runtime.spawn(tended.stopping.wait(), name=f"{job.name} stops")
+        tasks = (serving, ended, stopped)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and not stopped.done() and not ended.done():
+                await self._publish(job, serving.result())
+                await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return "left", f"its host {self._name} stopped it"
+            succeeded, reason = ended.result()
+            return ("completed" if succeeded else "died"), reason
+        except Fenced as error:
+            return "replaced", str(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _publish(self, job: Job, address: str) -> None:
+        """Make the job RUNNING at this address: until it is known to be, or fenced."""
+        while self._keeper.believes():
+            try:
+                await self._jobs.update(
+                    job.account,
+                    job.id,
+                    lambda it: decide.ready(it.job, job.epoch, address, self._jobs.wall()),
+                )
+            except (Retriable, UnknownOutcome):
+                await self._runtime.sleep(_RETRY_S)
+            except (Gone, NotFound) as error:
+                raise Fenced(str(error)) from error
+            else:
+                events.emit(Started(job=job.name, epoch=job.epoch, address=address))
+                return
+
+    async def _report(self, tended: _Tended, how: str, reason: str) -> None:
+        """Say how it ended, and take back its alive key in the same transaction.
+
+        If this host dies before, the key ends by itself and others conclude the same.
+        """
+        job, lease = tended.job, tended.lease
+        while self._keeper.lease.id == lease and self._keeper.believes():
+            try:
+                found = await self._jobs.get(job.account, job.id)
+                if found.job.epoch != job.epoch:
+                    await self._jobs.clear(job.account, job.id, job.epoch, lease)
+                    return
+                entry = found.alive_entry
+                if entry is None or entry.lease != lease:
+                    return  # others have concluded, or will
+                new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)
+                if await self._jobs.commit(
+                    found, new, compare=(same_life(entry),), ops=[Delete(entry.key)]
+                ):
+                    return
+            except (Retriable, UnknownOutcome):
+                await self._runtime.sleep(_RETRY_S)
+            except NotFound:
+                return
+
+
+def _outcome(job: Job, how: str, reason: str, now: float, budget: Budget) -> Job:
+    """The record after the end of its incarnation."""
+    match how:
+        case "completed":
+            done = decide.change(job, "complete", now, reason=reason)
+        case "refused":
+            done = decide.change(job, "fail", now, reason=reason)
+        case "left":  # not the job's fault: it does not count
+            done = decide.change(job, "restart", now, reason=reason)
+        case _:
+            done = decide.fall(job, job.epoch, reason or how, now, budget)
+    assert done is not None
+    return done
+
+
+async def settle_one(jobs: Jobs, it: Seen, budget: Budget) -> None:
+    """Draw the conclusion from a missing sign of life, unless somebody else has."""
+    new = decide.settle(it.job, it.alive, jobs.wall(), budget)
+    if new is not None:
+        await jobs.commit(it, new, compare=(jobs.without_alive(it),))

@@ -1,0 +1,75 @@
+"""A host as a process of its own: `python -m holdfast.jobs.host_process SETTINGS`.
+
+SETTINGS is a JSON object (`HostSettings`). SIGTERM and SIGINT stop the trainers politely and
+give their jobs back; when this process is killed, they die with it and are begun again elsewhere.
+"""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from holdfast import events, ledger
+from holdfast.jobs.host import Host
+from holdfast.jobs.local import LocalLauncher
+from holdfast.jobs.serving import until_signal
+from holdfast.jobs.store import Jobs
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["HostSettings", "main"]
+
+
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a host needs to know."""
+
+    run: str
+    ledger: str
+    name: str
+    folder: str
+    trainers: dict[str, str]
+    allow_commands: bool = False
+    health_path: str = "/api/v1/healthz"
+    capacity: int = 64
+    lease_s: float = DEFAULTS.host_lease_s
+    grace_s: float = 10.0
+    start_s: float = 300.0
+
+
+async def serve(settings: HostSettings) -> None:
+    """Be a host until a signal comes."""
+    folder = Path(settings.folder)
+    launcher = LocalLauncher(
+        settings.trainers,
+        folder,
+        settings.ledger,
+        allow_commands=settings.allow_commands,
+        health_path=settings.health_path,
+        start_s=settings.start_s,
+    )
+    async with ledger.open(settings.ledger) as opened:
+        jobs = Jobs(LiveRuntime(opened), settings.run, time.time)
+        host = Host(
+            jobs,
+            launcher,
+            settings.name,
+            capacity=settings.capacity,
+            lease_s=settings.lease_s,
+            grace_s=settings.grace_s,
+        )
+        await until_signal(host.run())
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    settings = msgspec.json.decode(sys.argv[1], type=HostSettings)
+    log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    events.configure(log, process=settings.name)
+    asyncio.run(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Trainers as processes of this machine: any command that serves HTTP.
+
+The command hears from its environment which incarnation it is (HOLDFAST_RUN, HOLDFAST_JOB,
+HOLDFAST_EPOCH, HOLDFAST_LEDGER), what was asked for (HOLDFAST_SPEC, JSON) and where to listen
+(HOST, PORT; `{port}` in an argument stands for it). It serves when its health path answers with
+2xx. It dies with its host. Its output goes to a file per epoch.
+
+By default a job names one of the commands that the host was started with: whoever holds an
+API key may then start jobs, but not programs of his choice.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast import procs
+from holdfast.errors import HoldfastError, Mistake, TimedOut
+from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.launcher import Launcher, Running, Ticket
+
+__all__ = ["LocalLauncher", "LocalProcess", "log_file"]
+
+_PROBE_S = 0.1
+_PROBE_LIMIT_S = 5.0
+_TAIL_LINES = 5
+
+
+def log_file(folder: Path, account: str, job: str, epoch: int) -> Path:
+    """Where the output of an incarnation goes. Names have been checked: no path comes in."""
+    return folder / "logs" / account / job / f"epoch-{epoch}.log"
+
+
+class LocalLauncher(Launcher):
+    """Starts trainers as child processes of this one."""
+
+    def __init__(
+        self,
+        trainers: Mapping[str, str],
+        folder: Path,
+        ledger_url: str,
+        *,
+        allow_commands: bool = False,
+        host: str = "127.0.0.1",
+        health_path: str = "/api/v1/healthz",
+        start_s: float = 300.0,
+    ) -> None:
+        self._trainers = dict(trainers)
+        self._folder = folder
+        self._ledger_url = ledger_url
+        self._allow_commands = allow_commands
+        self._host = host
+        self._health_path = health_path
+        self._start_s = start_s
+
+    async def start(self, ticket: Ticket) -> Running:
+        """Start the job's command on a port of its own."""
+        argv = self.command(ticket.spec)
+        port = procs.free_ports(1, self._host)[0]
+        who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch)
+        env = {
+            "HOLDFAST_RUN": ticket.run,
+            "HOLDFAST_JOB": who.name,
+            "HOLDFAST_EPOCH": str(ticket.epoch),
+            "HOLDFAST_LEDGER": self._ledger_url,
+            "HOLDFAST_SPEC": msgspec.json.encode(ticket.spec).decode(),
+            "HOST": self._host,
+            "PORT": str(port),
+        }
+        log = log_file(self._folder, ticket.account, ticket.job, ticket.epoch)
+        child = procs.spawn(
+            [arg.replace("{port}", str(port)) for arg in argv], name=who.name, env=env, log=log
+        )
+        return LocalProcess(child, who, self._host, port, self._health_path, self._start_s)
+
+    def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
+        """The command that a spec asks for. `Mistake` when it may not, or there is none."""
+        wish = spec.get("holdfast") or {}
+        if not isinstance(wish, dict):
+            raise Mistake("the field 'holdfast' of a job is an object: trainer, or command")
+        if "command" in wish:
+            command = wish["command"]
+            if not self._allow_commands:
+                raise Mistake(
+                    "jobs may not bring their own command here: name a trainer, or start "
+                    "`holdfast serve` with --allow-commands"
+                )
+            if not isinstance(command, list) or not all(isinstance(it, str) for it in command):
+                raise Mistake("'command' is a list of texts")
+            return _not_empty(command)
+        name = wish.get("trainer", "default")
+        if name not in self._trainers:
+            known = ", ".join(sorted(self._trainers)) or "none"
+            raise Mistake(
+                f"there is no trainer {name!r} here (there are: {known}); start `holdfast serve` "
+                f"with --trainer '{name}=COMMAND'"
+            )
+        return _not_empty(shlex.split(self._trainers[name]))
+
+
+def _not_empty(command: Sequence[str]) -> Sequence[str]:
+    if not command:
+        raise Mistake("a trainer's command is empty")
+    return command
+
+
+class LocalProcess(Running):
+    """A trainer's process."""
+
+    def __init__(
+        self,
+        child: procs.Child,
+        who: Incarnation,
+        host: str,
+        port: int,
+        health_path: str,
+        start_s: float,
+    ) -> None:
+        self._child = child
+        self._who = who
+        self._host = host
+        self._port = port
+        self._health_path = health_path
+        self._start_s = start_s
+        self._ended = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(child.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def serving(self) -> str:
+        """Wait until the health path answers."""
+        try:
+            async with asyncio.timeout(self._start_s):
+                while not await self._is_healthy():  # noqa: ASYNC110 -- somebody else's server
+                    await asyncio.sleep(_PROBE_S)
+        except TimeoutError:
+            raise TimedOut(
+                f"the trainer did not answer at {self._health_path} within "
+                f"{self._start_s:g} s{self._tail()}"
+            ) from None
+        return f"{self._host}:{self._port}"
+
+    async def _is_healthy(self) -> bool:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_PROBE_LIMIT_S):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                try:
+                    headers = "".join(f"{k}: {v}\r\n" for k, v in self._who.headers().items())
+                    writer.write(
+                        f"GET {self._health_path} HTTP/1.1\r\nHost: {self._host}\r\n"
+                        f"Connection: close\r\n{headers}\r\n".encode()
+                    )
+                    line = (await reader.readuntil(b"\r\n")).split(b" ", 2)
+                    return line[0].startswith(b"HTTP/1.") and 200 <= int(line[1]) < 300
+                finally:
+                    writer.close()
+        return False
+
+    async def ended(self) -> tuple[bool, str]:
+        """Wait for the process's end."""
+        await asyncio.shield(self._ended)
+        code = self._child.wait(5.0)
+        if code == 0:
+            return True, "the trainer ended by itself"
+        how = f"was killed by {_signal(-code)}" if code < 0 else f"exited with code {code}"
+        return False, f"the trainer {how}{self._tail()}"
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM if there is time for it, then SIGKILL, for the whole group."""
+        if not self._ended.done() and grace_s > 0:
+            self._child.signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await asyncio.shield(self._ended)
+        with contextlib.suppress(HoldfastError):
+            self._child.kill_group()
+        await asyncio.shield(self._ended)
+
+    def _tail(self) -> str:
+        """The last lines of its output."""
+        return self._child.tail()
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

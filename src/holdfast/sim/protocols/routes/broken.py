@@ -1,0 +1,145 @@
+"""The protocol of routes with one mistake each; the simulator must catch every one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.gateway import answers
+from holdfast.gateway.answers import Answer, Kind
+from holdfast.gateway.desk import Desk, Forward
+from holdfast.jobs import decide
+from holdfast.jobs.host import Host
+from holdfast.jobs.records import Job, write
+from holdfast.jobs.store import Jobs, Seen
+from holdfast.ledger.types import Compare, Op
+from holdfast.sim.protocols.routes.model import RoutesProtocol
+from holdfast.sim.protocols.routes.trainer import Trainer
+
+__all__ = ["BROKEN"]
+
+
+class _Believes(Desk):
+    async def serve(
+        self,
+        account: str,
+        job: str,
+        kind: Kind,
+        forward: Forward,
+        present: Callable[[], bool] = lambda: True,
+        *,
+        harmless: bool = False,
+    ) -> Answer | None:
+        verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
+        if isinstance(verdict, Answer):
+            return verdict
+        return await super().serve(account, job, kind, forward, present, harmless=harmless)
+
+
+class _NoReading(RoutesProtocol):
+    """A gateway says "not found" from its table, without reading the ledger."""
+
+    desk = _Believes
+
+
+class _Unguarded(Trainer):
+    guarded = False
+
+
+class _NoEpoch(RoutesProtocol):
+    """A trainer does whatever it is sent, and compares no epoch."""
+
+    trainer = _Unguarded
+
+
+class _Resubmits(RoutesProtocol):
+    """A caller that does not hear of its operation submits it again, under a new number."""
+
+    resubmits = True
+
+
+class _Reborn(Jobs):
+    async def create(self, account: str, job: str, spec: dict[str, Any]) -> Job:
+        found = await self.find(account, job)
+        if found is not None and found.job.state == "DELETED":
+            again = msgspec.structs.replace(found.job, state="PENDING")
+            await self.commit(found, again)
+            return again
+        return await super().create(account, job, spec)
+
+
+class _ReusedId(RoutesProtocol):
+    """The id of a deleted job is given to a new one."""
+
+    jobs = _Reborn
+
+
+class _SameEpoch(Jobs):
+    async def commit(
+        self,
+        found: Seen,
+        new: Job,
+        *,
+        compare: tuple[Compare, ...] = (),
+        ops: list[Op] | None = None,
+    ) -> bool:
+        if new.state in ("PAUSED", "CANCELLING", "DELETING"):
+            new = msgspec.structs.replace(new, epoch=found.job.epoch)
+        return await super().commit(found, new, compare=compare, ops=ops)
+
+
+class _KeptEpoch(RoutesProtocol):
+    """Pausing, cancelling and deleting leave the epoch as it is."""
+
+    jobs = _SameEpoch
+
+
+class _Blind(Jobs):
+    async def commit(
+        self,
+        found: Seen,
+        new: Job,
+        *,
+        compare: tuple[Compare, ...] = (),
+        ops: list[Op] | None = None,
+    ) -> bool:
+        _, writes = write(self.keys, new, over=found.entry)
+        txn = await self.runtime.ledger.txn([*compare], [*writes, *(ops or [])])
+        return txn.succeeded
+
+
+class _NoCompare(RoutesProtocol):
+    """A job's record is written without comparing it with what was read."""
+
+    jobs = _Blind
+
+
+class _Late(Host):
+    async def _publish(self, job: Job, address: str) -> None:
+        await self._jobs.update(
+            job.account,
+            job.id,
+            lambda it: decide.ready(
+                msgspec.structs.replace(it.job, state="CREATING"),
+                it.job.epoch,
+                address,
+                self._jobs.wall(),
+            ),
+        )
+
+
+class _AnyEpoch(RoutesProtocol):
+    """A trainer's address is published without looking whether it is still the job's."""
+
+    host = _Late
+
+
+BROKEN = {
+    "": _NoReading,
+    "epoch": _NoEpoch,
+    "resubmit": _Resubmits,
+    "tombstone": _ReusedId,
+    "kept": _KeptEpoch,
+    "compare": _NoCompare,
+    "publish": _AnyEpoch,
+}

@@ -1,0 +1,267 @@
+"""Jobs come and go, trainers die and move, and callers hear nothing that is not true.
+
+n0 is the user of the control plane: creates two jobs (one per account), pauses, resumes and at
+last deletes one of them; n1 and n2 are hosts; n3 and n4 gateways, whose views lag; n5 and n6
+call: each works for one account, operation after operation, sending again whatever may be
+sent again. Trainers share three addresses. Invariants:
+
+1. a caller hears "not found" or "gone" only if that was so at some moment of its call;
+2. an operation takes effect once, in order, and by the incarnation that is the job's then;
+3. nothing takes effect at another account's trainer;
+4. an epoch never falls, an address is there exactly while a job is RUNNING, a tombstone stays.
+
+At the end the job that was kept works on, and everybody has heard of the other one's end.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.errors import Exists, HoldfastError, Retriable, Unavailable, UnknownOutcome
+from holdfast.gateway.answers import Answer, Kind, Route
+from holdfast.gateway.desk import Desk, Patience, Sent
+from holdfast.gateway.routes import Routes
+from holdfast.jobs.decide import Verb
+from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.host import Host
+from holdfast.jobs.records import GONE, TOMBSTONES, Job, Keys
+from holdfast.jobs.store import Jobs
+from holdfast.ledger import Batch, Runtime
+from holdfast.ledger.records import decode
+from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.protocols.routes.trainer import Call, Op, Reply, SimLauncher, Trainer
+from holdfast.sim.world import Node
+
+__all__ = ["RoutesProtocol"]
+
+RUN = "r"
+KEYS = Keys(RUN)
+ACCOUNTS = ("x", "y")
+JOB = "j"
+CALL_S = 30.0
+GATEWAYS = {"n3": "g3", "n4": "g4"}
+
+
+class RoutesProtocol(Protocol):
+    """The sound protocol. Broken variants replace one part each."""
+
+    nodes = 7
+    steps = 900
+    net = True
+    desk: type[Desk] = Desk
+    host: type[Host] = Host
+    jobs: type[Jobs] = Jobs
+    trainer: type[Trainer] = Trainer
+    resubmits = False
+    """Whether callers send a new operation when they do not hear of an old one."""
+
+    never = frozenset(
+        # Whoever calls another process holds no lease here.
+        {("expire", "net.sent"), ("expire", "net.answered")}
+    )
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+        self._states: dict[str, list[tuple[float, str | None]]] = {
+            f"{account}/{JOB}": [(0.0, None)] for account in ACCOUNTS
+        }
+        self._works: dict[str, dict[str, int]] = {account: {} for account in ACCOUNTS}
+        self._done: dict[str, set[int]] = {account: set() for account in ACCOUNTS}
+        self._told: set[str] = set()
+        self._works_again = False
+        self._healed: Callable[[], bool] = lambda: False
+        self._now: Callable[[], float] = lambda: 0.0
+
+    async def run(self, runtime: Runtime, name: str) -> None:
+        """One process, by its name."""
+        assert isinstance(runtime, Node)
+        world = runtime.world
+        self._healed = lambda: world.healed
+        self._now = world.loop.time
+        jobs = self.jobs(runtime, RUN, lambda: 1e9 + runtime.now())
+        if name == "n0":
+            await self._use(jobs, runtime)
+        elif name in ("n1", "n2"):
+            launcher = SimLauncher(runtime, self.trainer)
+            await self.host(jobs, launcher, name, lease_s=6.0, grace_s=2.0).run()
+        elif name in GATEWAYS:
+            await self._gate(jobs, runtime, GATEWAYS[name])
+        else:
+            await self._call(runtime, ACCOUNTS[0 if name == "n5" else 1])
+
+    # ---- the user of the control plane -----------------------------------------
+
+    async def _use(self, jobs: Jobs, runtime: Node) -> None:
+        for account in ACCOUNTS:
+            with contextlib.suppress(Exists):  # a life before this one has made it
+                await jobs.create(account, JOB, {})
+        while not self._healed():
+            await runtime.sleep(runtime.random.random() * 20)
+            account = runtime.random.choice(ACCOUNTS)
+            verbs: tuple[Verb, ...] = ("pause", "resume", "resume", "cancel")
+            verb = runtime.random.choice(verbs)
+            with contextlib.suppress(HoldfastError):
+                await jobs.change(account, JOB, verb)
+        while not self._over():
+            with contextlib.suppress(Retriable, UnknownOutcome, HoldfastError):
+                if ACCOUNTS[1] not in self._told:
+                    await jobs.change(ACCOUNTS[1], JOB, "delete")
+                with contextlib.suppress(Exists):
+                    await jobs.create(ACCOUNTS[1], JOB, {})
+                await jobs.change(ACCOUNTS[0], JOB, "resume")
+            await runtime.sleep(1.0)
+
+    # ---- a gateway ---------------------------------------------------------------
+
+    async def _gate(self, jobs: Jobs, runtime: Node, address: str) -> None:
+        def lag() -> float:
+            return runtime.random.choice((0.0, 0.0, 1.0, 10.0)) * runtime.random.random()
+
+        routes = Routes(jobs, lag=lag)
+        desk = self.desk(runtime, routes, Patience(submit_wait_s=3.0, poll_hold_s=6.0))
+
+        async def handle(call: Call) -> Reply:
+            return await self._serve(desk, runtime, call)
+
+        while not runtime.net.is_free(address):  # a twin of ours
+            await runtime.sleep(1.0)
+        runtime.net.listen(address, handle)
+        await routes.run()
+
+    async def _serve(self, desk: Desk, runtime: Node, call: Call) -> Reply:
+        got: Reply | None = None
+
+        async def forward(route: Route) -> Sent:
+            nonlocal got
+            who = Incarnation(RUN, route.account, route.job, route.epoch)
+            headers = tuple((k.encode(), v.encode()) for k, v in who.headers().items())
+            meant = msgspec.structs.replace(call, headers=headers)
+            try:
+                reply = await runtime.net.call(route.address, meant, 10.0)
+            except Unavailable as error:
+                return Sent("refused", str(error))
+            except UnknownOutcome as error:
+                return Sent("lost", str(error))
+            if reply.status == 421:
+                return Sent("misdirected", "another incarnation")
+            got = reply
+            return Sent("done")
+
+        kind: Kind = "poll" if call.kind == "poll" else "submit"
+        answer = await desk.serve(call.account, call.job, kind, forward)
+        if answer is None:
+            assert got is not None
+            return got
+        assert isinstance(answer, Answer)
+        return Reply(answer.status, answer.code)
+
+    # ---- a caller ----------------------------------------------------------------
+
+    async def _call(self, runtime: Node, account: str) -> None:
+        """Operation after operation, as an SDK does it."""
+        while not self._over():
+            await runtime.sleep(runtime.random.random() * 4)
+            if account not in self._told:
+                # What was done is what a caller's successor reads somewhere.
+                await self._operate(runtime, account, len(self._done[account]) + 1)
+
+    async def _operate(self, runtime: Node, account: str, seq: int) -> None:
+        """Submit under one number until it is taken, poll until it is done."""
+        kind, number, healed = "submit", seq, self._healed()
+        while not self._over():
+            began = self._now()
+            call = Call(kind, account, JOB, number, work=f"{account}:{seq}")
+            try:
+                gateway = runtime.random.choice(sorted(GATEWAYS.values()))
+                reply = await runtime.net.call(gateway, call, CALL_S)
+            except (Unavailable, UnknownOutcome):
+                await runtime.sleep(1.0)
+                if self.resubmits and kind == "poll":
+                    kind, number = "submit", number + 1
+                continue
+            if reply.status == 200:
+                if kind == "poll":
+                    self._done[account].add(seq)
+                    self._works_again |= healed and account == ACCOUNTS[0]
+                    return
+                kind = "poll"
+            elif reply.status in (404, 410):
+                self._judge(account, reply, began)
+                if self._is(account, TOMBSTONES):
+                    self._told.add(account)
+                    return
+                await runtime.sleep(2.0)
+            else:
+                await runtime.sleep(1.0)
+
+    # ---- the invariants ------------------------------------------------------------
+
+    def _judge(self, account: str, reply: Reply, began: float) -> None:
+        """Whether the job was gone, or not there, at some moment of the call."""
+        states = self._states[f"{account}/{JOB}"]
+        during = [
+            state
+            for (_, state), until in zip(
+                states, [*(at for at, _ in states[1:]), float("inf")], strict=True
+            )
+            if until >= began
+        ]
+        if reply.status == 404 and None not in during:
+            raise Violation(f"{account} heard 404; its job was {during}")
+        if reply.status == 410 and not GONE & set(during):
+            raise Violation(f"{account} heard 410 ({reply.code}); its job was {during}")
+
+    def observe(self, batch: Batch) -> None:
+        """Look at every job's record and at every effect."""
+        for event in batch.events:
+            if event.entry is None:
+                if event.key.startswith((KEYS.records, KEYS.epochs, "/ops/")):
+                    raise Violation(f"{event.key} was deleted")
+            elif event.key.startswith(KEYS.records):
+                self._see_job(decode(Job, event.entry))
+            elif event.key.startswith("/ops/"):
+                self._see_op(event.key, msgspec.json.decode(event.entry.value, type=Op))
+
+    def _see_job(self, job: Job) -> None:
+        last = self._epochs.get(job.name, 0)
+        before = self._states[job.name][-1][1]
+        if job.epoch < last:
+            raise Violation(f"the epoch of {job.name} fell from {last} to {job.epoch}")
+        if bool(job.address) != (job.state == "RUNNING"):
+            raise Violation(f"{job.name} is {job.state} at {job.address!r}")
+        if before in TOMBSTONES and job.state != before:
+            raise Violation(f"{job.name} was {before} and is {job.state}")
+        if job.epoch == last and before == "RUNNING" and job.state != "RUNNING":
+            raise Violation(f"{job.name} left RUNNING and kept its epoch {last}")
+        self._epochs[job.name] = job.epoch
+        self._states[job.name].append((self._now(), job.state))
+
+    def _see_op(self, key: str, op: Op) -> None:
+        _, _, account, job, seq = key.split("/")
+        name = f"{account}/{job}"
+        if not op.work.startswith(f"{account}:"):
+            raise Violation(f"{op.work} took effect at the trainer of {name}")
+        if op.epoch != self._epochs.get(name) or self._states[name][-1][1] != "RUNNING":
+            # CREATING does not serve: its address is not known to anybody.
+            now = self._states[name][-1][1]
+            raise Violation(
+                f"{op.work} took effect by epoch {op.epoch} of {name}, which is {now} at epoch "
+                f"{self._epochs.get(name)}"
+            )
+        works = self._works[account]
+        works[op.work] = works.get(op.work, 0) + 1
+        if works[op.work] > 1:
+            raise Violation(f"{op.work} took effect twice")
+        if len(works) != int(seq):
+            raise Violation(f"{op.work} took effect as number {seq}, after {len(works) - 1}")
+
+    def _is(self, account: str, states: frozenset[str]) -> bool:
+        return self._states[f"{account}/{JOB}"][-1][1] in states
+
+    def _over(self) -> bool:
+        return self._healed() and self.settled()
+
+    def settled(self) -> bool:
+        """One job works on; the other is gone, and its caller knows."""
+        return self._healed() and self._works_again and ACCOUNTS[1] in self._told

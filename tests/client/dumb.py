@@ -1,0 +1,169 @@
+"""A gateway that plays a part: dumb as in the incident behind all this, and scripted.
+
+It listens on a real port. For each call (`forward_backward`, `retrieve_future`, ...) it may be
+given answers to play first; after those it passes requests on to a trainer that counts. It is
+also the control plane, with a state that the test sets. It writes down what came.
+"""
+
+import asyncio
+import json
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import web
+
+from holdfast import ledger as ledgers
+from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.records import Keys
+from holdfast.ledger import Ledger, Put
+from jobs.counting_trainer import Counting, Reply, problem, reply
+
+ACCOUNT, JOB, RUN = "acme", "one", "r"
+KEY = "tml-a-key"
+LOST = Reply(404, b'{"error":"not found"}')
+NOT_READY = problem(503, "route_not_ready", "soon", retry_after_ms="10")
+
+Backend = Callable[[str, str, Mapping[str, str], bytes], Awaitable[Reply]]
+
+
+@dataclass(frozen=True)
+class Came:
+    """A request that came."""
+
+    name: str
+    body: bytes
+    peer: tuple[str, int]
+    status: int
+
+
+@dataclass
+class Dumb:
+    """The gateway. `plan` has what is played first, by the call's name."""
+
+    backend: Backend
+    state: str = "JOB_STATE_RUNNING"
+    key: str = KEY
+    control: Callable[[], Awaitable[Reply]] | None = None
+    """What the control plane answers instead of the state."""
+    plan: dict[str, deque[Reply]] = field(default_factory=lambda: defaultdict(deque))
+    hold_s: dict[str, float] = field(default_factory=dict)
+    """How long a played answer is held back."""
+    came: list[Came] = field(default_factory=list)
+    asked: int = 0
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def data(self) -> str:
+        """The data path of the job."""
+        return f"{self.url}/training/v1/rlorTrainerJobs/{ACCOUNT}/{JOB}"
+
+    def play(self, name: str, *answers: Reply) -> None:
+        """Play these answers to the next calls of that name."""
+        self.plan[name].extend(answers)
+
+    def of(self, name: str) -> list[Came]:
+        """The calls of that name that came."""
+        return [one for one in self.came if one.name == name]
+
+    async def _data(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        body = await request.read()
+        planned = self.plan[name]
+        if planned:
+            answer = planned.popleft()
+            await asyncio.sleep(self.hold_s.get(name, 0.0))
+        else:
+            headers = {key.lower(): value for key, value in request.headers.items()}
+            answer = await self.backend(request.method, f"/api/v1/{name}", headers, body)
+        assert request.transport is not None
+        peer = request.transport.get_extra_info("peername")
+        self.came.append(Came(name, body, peer, answer.status))
+        return web.Response(
+            status=answer.status,
+            body=answer.body,
+            headers={"content-type": answer.content_type, **dict(answer.headers)},
+        )
+
+    async def _control(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if request.headers.get("x-api-key") != self.key:
+            answer = problem(401, "unauthorized", "no such key")
+        elif self.control is not None:
+            answer = await self.control()
+        elif not self.state:
+            answer = problem(404, "job_not_found", "no such job")
+        else:
+            answer = reply(200, {"name": f"accounts/{ACCOUNT}/x", "state": self.state})
+        return web.Response(
+            status=answer.status, body=answer.body, content_type=answer.content_type
+        )
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator["Dumb"]:
+        """Listen."""
+        app = web.Application(client_max_size=64 << 20)
+        path = f"/training/v1/rlorTrainerJobs/{ACCOUNT}/{JOB}/api/v1/{{name:.+}}"
+        app.router.add_route("*", path, self._data)
+        app.router.add_get(f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs/{JOB}", self._control)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+def incarnation(epoch: int = 1) -> Incarnation:
+    """Who the trainer is."""
+    return Incarnation(RUN, ACCOUNT, JOB, epoch)
+
+
+async def admit(ledger: Ledger, epoch: int = 1) -> None:
+    """Make this epoch the job's present one."""
+    await ledger.txn((), [Put(Keys(RUN).epoch(ACCOUNT, JOB), str(epoch).encode())])
+
+
+@asynccontextmanager
+async def counting(**how: float) -> AsyncIterator[tuple[Counting, Ledger]]:
+    """A trainer that counts, in this process."""
+    async with ledgers.open("memory:") as ledger:
+        await admit(ledger)
+        yield Counting(ledger, incarnation(), **how), ledger
+
+
+def over_http(port: int) -> Backend:
+    """Passes requests on to a trainer's own process."""
+
+    async def send(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        kept = {k: v for k, v in headers.items() if k in ("content-type", "accept")}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(
+                method,
+                f"http://127.0.0.1:{port}{path}",
+                headers={**kept, **incarnation().headers()},
+                data=body,
+            ) as response,
+        ):
+            given = tuple((k, v) for k, v in response.headers.items() if k.startswith("x-"))
+            return Reply(
+                response.status, await response.read(), response.content_type, headers=given
+            )
+
+    return send
+
+
+def operation(seq: int) -> bytes:
+    """An operation's body."""
+    return json.dumps({"model_id": "m", "seq_id": seq, "adam_params": {}}).encode()

@@ -1,0 +1,241 @@
+"""The real `tinker` and `fireworks-ai` clients, unmodified, behind a dumb gateway.
+
+Each library lives in a process in its own environment (scripts/setup-sdks) and does what the
+tests tell it; the trainer is a process of its own, too.
+"""
+
+import asyncio
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from holdfast import ledger as ledgers
+from holdfast.loopthread import LoopThread
+from holdfast.procs import Child, free_ports, spawn
+from jobs import counts
+
+from .dumb import ACCOUNT, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-sdks/bin/python"
+KEYS = {"tinker": "tml-a-key", "fireworks": "fw_a_key"}
+SUBMITS = {"forward", "forward_backward", "optim_step", "save_weights"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there() -> None:
+    """The client libraries are part of what is tested: without them there is no green."""
+    if not PYTHON.exists():
+        pytest.fail("the client libraries are not here: run scripts/setup-sdks, or `make test`")
+
+
+class Library:
+    """A client library in its process, the gateway in front of it, and what was counted."""
+
+    def __init__(self, name: str, child: Child, dumb: Dumb, ledger: str) -> None:
+        self.name, self.dumb, self._ledger = name, dumb, ledger
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        self._stdin: IO[bytes] = child.process.stdin
+        self._stdout: IO[bytes] = child.process.stdout
+
+    def do(self, what: str, **how: Any) -> dict[str, Any]:
+        """Tell it to do something; the answer has `ok` or `error`."""
+        self._stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
+        self._stdin.flush()
+        line = self._stdout.readline()
+        assert line, "the library's process has ended"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def connect(self, *, wrapped: bool = True, warm_up_s: float = 0.0) -> str:
+        """A new service client and a new model; its name."""
+        said = self.do(
+            "connect",
+            gateway=self.dumb.url,
+            key=self.dumb.key,
+            wrapped=wrapped,
+            warm_up_s=warm_up_s,
+        )
+        assert "ok" in said, said
+        self.dumb.came.clear()
+        return str(said["ok"])
+
+    def submits(self) -> list[tuple[str, int]]:
+        """What was submitted, and how it was answered."""
+        return [(one.name, one.status) for one in self.dumb.came if one.name in SUBMITS]
+
+    def bodies(self, name: str) -> set[bytes]:
+        """The different bodies that came under this name."""
+        return {one.body for one in self.dumb.of(name)}
+
+    def applied(self, model: str) -> list[str]:
+        """What the trainer did for a model: each operation once and in order, or it raises."""
+        done = asyncio.run(counts.read(self._ledger, RUN, ACCOUNT, JOB))
+        return [one.op for one in done[model]]
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module", params=["tinker", "fireworks"])
+def process(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Library]:
+    folder = tmp_path_factory.mktemp("sdk")
+    url = f"sqlite:///{folder}/run.db"
+    (port,) = free_ports(1)
+
+    async def prepare() -> None:
+        async with ledgers.open(url) as ledger:
+            await admit(ledger)
+
+    asyncio.run(prepare())
+    env = {
+        "HOLDFAST_LEDGER": url,
+        "HOLDFAST_RUN": RUN,
+        "HOLDFAST_JOB": incarnation().name,
+        "HOLDFAST_EPOCH": "1",
+        "PORT": str(port),
+        "COUNTING_DELAY_S": "0.05",
+    }
+    quiet = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+    with ExitStack() as stack:
+        program = [str(PYTHON), str(ROOT / "tests/jobs/counting_trainer.py")]
+        trainer = stack.enter_context(spawn(program, env=env, log=folder / "trainer.log"))
+        child = stack.enter_context(
+            spawn(
+                [str(PYTHON), str(ROOT / "tests/client/sdk_program.py"), request.param],
+                env=quiet,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        trainer.wait_until(lambda: listens(port))
+        loop = LoopThread("gateway")
+        stack.callback(loop.stop)
+        dumb = Dumb(over_http(port), key=KEYS[request.param])
+        serving = dumb.serve()
+        loop.run(serving.__aenter__())
+        stack.callback(lambda: loop.run(serving.__aexit__(None, None, None)))
+        yield Library(request.param, child, dumb, url)
+
+
+@pytest.fixture
+def library(process: Library) -> Library:
+    """The library with a gateway that has nothing in mind."""
+    process.dumb.plan.clear()
+    process.dumb.came.clear()
+    process.dumb.state = "JOB_STATE_RUNNING"
+    process.dumb.asked = 0
+    return process
+
+
+def test_nothing_happens(library: Library) -> None:
+    """A whole life without trouble: warm-up, steps, checkpoint; the control plane is not asked."""
+    model = library.connect(warm_up_s=20)
+    assert library.do("step")["ok"]["step:max"] == 2.0
+    assert library.do("forward")["ok"]["seq:max"] == 3.0
+    assert library.do("save")["ok"].endswith("/weights/x")
+    assert library.dumb.asked == 0
+    assert len(library.applied(model)) == 4
+    assert library.do("close")["took_s"] < 5
+
+
+def test_forward_backward_is_sent_again_while_running(library: Library) -> None:
+    """404s on submit while RUNNING never reach the caller, and nothing is done twice."""
+    model = library.connect()
+    library.dumb.play("forward_backward", LOST, LOST)
+    library.dumb.play("optim_step", LOST)
+    said = library.do("step")
+    assert said["ok"]["step:max"] == 2.0, said
+    assert sorted(library.submits()) == [
+        ("forward_backward", 200),
+        ("forward_backward", 404),
+        ("forward_backward", 404),
+        ("optim_step", 200),
+        ("optim_step", 404),
+    ]
+    assert len(library.bodies("forward_backward")) == len(library.bodies("optim_step")) == 1
+    assert library.applied(model) == ["forward_backward", "optim_step"]
+
+
+def test_a_poll_404_is_polled_again_and_takes_no_new_number(library: Library) -> None:
+    """404s on polls while RUNNING: one submit per operation, one number, one effect."""
+    model = library.connect()
+    library.dumb.play("retrieve_future", LOST, LOST, LOST)
+    assert library.do("step")["ok"]["step:max"] == 2.0
+    assert sorted(library.submits()) == [("forward_backward", 200), ("optim_step", 200)]
+    assert library.applied(model) == ["forward_backward", "optim_step"]
+    library.dumb.play("retrieve_future", LOST)
+    assert library.do("forward_backward")["ok"]["seq:max"] == 3.0, "a number was skipped"
+
+
+@pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED"])
+def test_forward_backward_fails_at_once_when_the_job_is_gone(library: Library, state: str) -> None:
+    """Not RUNNING: the library's own "not found" within a second, after one send."""
+    model = library.connect()
+    library.dumb.state = f"JOB_STATE_{state}"
+    library.dumb.play("forward_backward", LOST, LOST)
+    said = library.do("forward_backward")
+    assert said["error"] == "NotFoundError", said
+    assert said["took_s"] < 1
+    assert library.submits() == [("forward_backward", 404)]
+    assert library.applied(model) == []
+
+
+def test_a_poll_404_of_a_job_that_is_gone(library: Library) -> None:
+    """The library says ValueError; nothing is submitted again, and no number is taken."""
+    model = library.connect()
+    library.dumb.state = "JOB_STATE_DELETED"
+    library.dumb.play("retrieve_future", LOST)
+    said = library.do("forward_backward")
+    assert said["error"] == "ValueError", said
+    assert said["took_s"] < 1
+    assert library.submits() == [("forward_backward", 200)]
+    assert library.applied(model) == ["forward_backward"]
+
+
+def test_a_route_that_comes_late_is_waited_for_at_connect(library: Library) -> None:
+    """The seed's race: RUNNING, but the gateway's routes lag; the caller sees none of it."""
+    for name in ("get_server_capabilities", "probe", "create_session", "create_model"):
+        library.dumb.play(name, LOST, LOST)
+    model = library.connect(warm_up_s=20)
+    assert library.do("step")["ok"]["step:max"] == 2.0
+    assert library.applied(model) == ["forward_backward", "optim_step"]
+
+
+def test_without_us_the_library_gives_up(library: Library) -> None:
+    """Why all this: alone, it raises on the first 404, though the job is RUNNING."""
+    library.connect(wrapped=False)
+    library.dumb.play("retrieve_future", LOST)
+    assert library.do("forward_backward")["error"] == "ValueError"
+    library.dumb.play("forward_backward", LOST)
+    assert library.do("forward_backward")["error"] == "NotFoundError"
+
+
+def test_a_library_without_the_way_in_is_refused(library: Library) -> None:
+    """Another version of the library, without what we hold on to: an error that names it."""
+    module, name, version = {
+        "tinker": ("tinker.lib.internal_client_holder", "AsyncTinker", "tinker 0.36.0"),
+        "fireworks": (
+            "fireworks.training.sdk._core._client",
+            "AsyncTrainingHTTPClient",
+            "fireworks-ai 1.2.30",
+        ),
+    }[library.name]
+    said = library.do("without", module=module, name=name)
+    assert said["error"] == "Mistake", said
+    assert said["text"].startswith(f"{version} has no ")
+    assert said["took_s"] < 1

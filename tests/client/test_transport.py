@@ -1,0 +1,352 @@
+"""Verified retry over real sockets: a doubted 404, a control plane, a trainer that counts."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast.client import POLICY, ControlPlane, Doubted, VerifiedTransport
+from holdfast.events import Counters, Event, EventLog, read
+from holdfast.ledger import Ledger, Put
+from holdfast.retry import Policy, delay_s
+from jobs.counting_trainer import Reply, problem, reply
+from jobs.counts import assert_exactly_once
+
+from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, RUN, Dumb, counting, operation
+
+QUICK = Policy(attempts=5, base_s=0.02, factor=1.5, max_s=0.1, jitter=0.25, deadline_s=3.0)
+AT_ONCE_S = 1.0
+
+
+@dataclass
+class Bench:
+    """A client over the transport, and all that is behind it."""
+
+    dumb: Dumb
+    ledger: Ledger
+    http: httpx.AsyncClient
+    events: list[Event]
+
+    @property
+    def doubted(self) -> list[Doubted]:
+        return [one for one in self.events if isinstance(one, Doubted)]
+
+    async def submit(self, seq: int = 1) -> httpx.Response:
+        return await self.http.post("/api/v1/optim_step", content=operation(seq))
+
+    async def poll(self, seq: int = 1) -> httpx.Response:
+        return await self.http.post("/api/v1/retrieve_future", json={"request_id": f"m:{seq}"})
+
+    async def applied(self) -> int:
+        return len((await assert_exactly_once(self.ledger, RUN, ACCOUNT, JOB))["m"])
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with counting(delay_s=0.0) as (trainer, ledger), Dumb(trainer.answer).serve() as dumb:
+        await ledger.txn((), [Put(trainer._keys.model("m"), b"0")])
+        seen: list[Event] = []
+        control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=0.5)
+        transport = VerifiedTransport(
+            httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
+        )
+        async with httpx.AsyncClient(transport=transport, base_url=dumb.data) as http:
+            yield Bench(dumb, ledger, http, seen)
+
+
+async def test_without_a_404_nobody_is_asked(bench: Bench) -> None:
+    """A call that succeeds is sent once, and the control plane hears nothing of it."""
+    assert (await bench.submit()).json()["request_id"] == "m:1"
+    assert (len(bench.dumb.came), bench.dumb.asked, bench.events) == (1, 0, [])
+
+
+async def test_a_submit_recovers_while_running(bench: Bench) -> None:
+    """404s while RUNNING: the same bytes again, until it is promised; it is done once."""
+    bench.dumb.play("optim_step", LOST, LOST, LOST, LOST)
+    assert (await bench.submit()).status_code == 200
+    sent = bench.dumb.of("optim_step")
+    assert [one.status for one in sent] == [404, 404, 404, 404, 200]
+    assert {one.body for one in sent} == {operation(1)}, "not the same bytes"
+    assert await bench.applied() == 1
+    assert [str(one) for one in bench.doubted[:2]] == [
+        "404 on submit, control plane says RUNNING, attempt 1 of 4: send again",
+        "404 on submit, control plane says RUNNING, attempt 2 of 4: send again",
+    ]
+    assert [one.step for one in bench.doubted] == ["send again"] * 4 + ["recovered"]
+
+
+async def test_a_poll_is_polled_again_and_never_submitted(bench: Bench) -> None:
+    """404s on a poll while RUNNING: polled until there is a result, with a single submit."""
+    await bench.submit()
+    bench.dumb.play("retrieve_future", LOST, LOST)
+    assert (await bench.poll()).json()["metrics"] == {"step:max": 1.0}
+    assert len(bench.dumb.of("optim_step")) == 1
+    assert [one.status for one in bench.dumb.of("retrieve_future")] == [404, 404, 200]
+    assert str(bench.doubted[1]) == (
+        "404 on poll, control plane says RUNNING, attempt 2 of 4: poll again"
+    )
+    assert await bench.applied() == 1
+
+
+@pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED", "CREATING", "DELETING", ""])
+@pytest.mark.parametrize("call", ["submit", "poll"])
+async def test_what_does_not_run_fails_at_once(bench: Bench, call: str, state: str) -> None:
+    """Any other state than RUNNING: the original 404, after one send and one question."""
+    bench.dumb.state = f"JOB_STATE_{state}" if state else ""
+    name = "optim_step" if call == "submit" else "retrieve_future"
+    bench.dumb.play(name, LOST, LOST)
+    begun = time.monotonic()
+    response = await (bench.submit() if call == "submit" else bench.poll())
+    assert time.monotonic() - begun < AT_ONCE_S
+    assert (response.status_code, response.content) == (404, LOST.body)
+    assert (len(bench.dumb.of(name)), bench.dumb.asked) == (1, 1)
+    (event,) = bench.doubted
+    assert (event.control, event.step) == (state or "NOT_FOUND", "raise")
+
+
+async def silent() -> Reply:
+    await asyncio.sleep(30)
+    raise AssertionError
+
+
+async def broken() -> Reply:
+    return problem(500, "oops", "it broke")
+
+
+async def nonsense() -> Reply:
+    return Reply(200, b'{"state": 7}')
+
+
+async def html() -> Reply:
+    return Reply(200, b"<html>RUNNING</html>", "text/html")
+
+
+async def huge() -> Reply:
+    return Reply(200, b'{"state":"JOB_STATE_RUNNING","x":"' + b"x" * (2 << 20) + b'"}')
+
+
+async def almost() -> Reply:
+    return reply(200, {"state": "JOB_STATE_RUNNING_DOWN"})
+
+
+@pytest.mark.parametrize("control", [silent, broken, nonsense, html, huge, almost])
+async def test_without_a_word_of_the_control_plane_it_fails_at_once(
+    bench: Bench, control: object
+) -> None:
+    """No answer, an error, or no answer that means RUNNING: the original 404, not another."""
+    bench.dumb.control = control  # type: ignore[assignment]  # parametrized
+    bench.dumb.play("optim_step", LOST, LOST)
+    begun = time.monotonic()
+    response = await bench.submit()
+    assert time.monotonic() - begun < AT_ONCE_S
+    assert (response.status_code, response.content) == (404, LOST.body)
+    assert len(bench.dumb.of("optim_step")) == 1
+    assert bench.doubted[0].step == "raise"
+
+
+async def test_a_control_plane_that_is_not_there_is_no_answer(bench: Bench) -> None:
+    """Nobody listens where the control plane should be: the original 404, at once."""
+    control = ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY, timeout_s=0.5)
+    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
+    bench.dumb.play("optim_step", LOST, LOST)
+    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+        response = await http.post("/api/v1/optim_step", content=operation(1))
+    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
+
+
+async def test_a_wrong_key_is_no_answer(bench: Bench) -> None:
+    """The control plane refuses us: it has not said RUNNING. The key is in no event."""
+    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, "another-key")
+    seen: list[Event] = []
+    transport = VerifiedTransport(
+        httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
+    )
+    bench.dumb.play("optim_step", LOST, LOST)
+    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+        response = await http.post("/api/v1/optim_step", content=operation(1))
+    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
+    assert "another-key" not in repr(seen) + repr(control)
+
+
+async def test_a_404_that_stays_is_raised_in_the_end(bench: Bench) -> None:
+    """Four retries and no more, though the control plane keeps saying RUNNING."""
+    bench.dumb.play("optim_step", *[LOST] * 9)
+    response = await bench.submit()
+    assert (response.status_code, response.content) == (404, LOST.body)
+    assert len(bench.dumb.of("optim_step")) == 5
+    assert [one.step for one in bench.doubted] == ["send again"] * 4 + ["raise"]
+    assert str(bench.doubted[-1]) == "404 on submit, still after 4 retries: raise"
+
+
+def test_four_retries_in_about_half_a_minute() -> None:
+    """The budget that is used unless somebody says otherwise."""
+    longest_s = sum(delay_s(POLICY, failures, 0.0) for failures in range(1, POLICY.attempts))
+    assert (POLICY.attempts - 1, POLICY.deadline_s) == (4, 30.0)
+    assert 20 < longest_s < 30
+
+
+def test_decisions_are_events(tmp_path: Path) -> None:
+    """What was decided is in the process's event log, and is counted."""
+    log = EventLog(tmp_path / "log", process="test", sinks=[counters := Counters()])
+    log.emit(
+        Doubted(kind="poll", path="/x", failures=2, retries=4, control="RUNNING", step="raise")
+    )
+    assert not log.close()
+    (event,) = read(tmp_path / "log")
+    assert isinstance(event, Doubted)
+    assert b'holdfast_client_doubted_total{kind="poll",step="raise"} 1.0' in counters.expose()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        NOT_READY,
+        problem(500, "", ""),
+        problem(410, "job_gone", "deleted", x_should_retry="false"),
+        reply(408, {"queue_state": "active"}),
+        problem(409, "job_paused", "resume it", x_should_retry="false"),
+    ],
+)
+async def test_other_errors_are_the_callers(bench: Bench, other: Reply) -> None:
+    """Anything but a 404 goes to whoever is above, at once: retries are never nested."""
+    bench.dumb.play("optim_step", other)
+    bench.dumb.play("retrieve_future", other)
+    for response in (await bench.submit(), await bench.poll()):
+        assert (response.status_code, response.content) == (other.status, other.body)
+    assert (len(bench.dumb.came), bench.dumb.asked) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "sure",
+    [
+        problem(404, "job_not_found", "no such job"),
+        Reply(404, json.dumps({"error": {"code": "job_gone"}}).encode()),
+        Reply(404, b"", headers=(("x-should-retry", "false"),)),
+        Reply(
+            404,
+            gzip.compress(b'{"error":{"code":"job_not_found"}}'),
+            headers=(("content-encoding", "gzip"),),
+        ),
+    ],
+)
+async def test_who_is_sure_is_believed(bench: Bench, sure: Reply) -> None:
+    """A gateway that asked before it answered: no question, no retry, for submit and poll."""
+    bench.dumb.play("optim_step", sure)
+    bench.dumb.play("retrieve_future", sure)
+    assert (await bench.submit()).status_code == (await bench.poll()).status_code == 404
+    assert (len(bench.dumb.came), bench.dumb.asked, bench.events) == (2, 0, [])
+
+
+async def test_other_paths_are_left_alone(bench: Bench) -> None:
+    """Clients learn from a 404 what a server lacks: it comes through untouched."""
+    bench.dumb.play("client/dynamic_config", LOST)
+    response = await bench.http.post("/api/v1/client/dynamic_config", json={})
+    assert (response.status_code, bench.dumb.asked) == (404, 0)
+
+
+async def test_the_job_ends_while_we_wait(bench: Bench) -> None:
+    """RUNNING at the first question, deleted at the next: the 404 is raised then."""
+    states = iter(["JOB_STATE_RUNNING", "JOB_STATE_RUNNING", "JOB_STATE_DELETED"])
+
+    async def changing() -> Reply:
+        return reply(200, {"state": next(states)})
+
+    bench.dumb.control = changing
+    bench.dumb.play("retrieve_future", *[LOST] * 9)
+    assert (await bench.poll()).status_code == 404
+    assert len(bench.dumb.of("retrieve_future")) == 3
+    assert [one.control for one in bench.doubted] == ["RUNNING", "RUNNING", "DELETED"]
+
+
+async def test_the_time_a_poll_is_held_is_not_counted(bench: Bench) -> None:
+    """A poll that is held for longer than the whole budget, then gets a 404, is polled again."""
+    short = Policy(attempts=5, base_s=0.01, max_s=0.02, deadline_s=0.3)
+    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, KEY)
+    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=short)
+    await bench.submit()
+    bench.dumb.play("retrieve_future", LOST, LOST)
+    bench.dumb.hold_s["retrieve_future"] = 0.5
+    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+        response = await http.post("/api/v1/retrieve_future", json={"request_id": "m:1"})
+    assert response.status_code == 200
+
+
+async def test_given_up_here_is_given_up_above(bench: Bench) -> None:
+    """A 404 that asks for retries, and has had them, does not ask whoever is above for more."""
+    asks = Reply(404, b"{}", headers=(("x-should-retry", "true"),))
+    bench.dumb.play("optim_step", *[asks] * 9)
+    response = await bench.submit()
+    assert response.headers["x-should-retry"] == "false"
+    assert len(bench.dumb.came) == 5
+
+
+async def test_a_streamed_body_is_the_same_every_time(bench: Bench) -> None:
+    """A body that can be read once only is kept, so that the second send has it too."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield operation(1)[:7]
+        yield operation(1)[7:]
+
+    bench.dumb.play("optim_step", LOST, LOST)
+    assert (await bench.http.post("/api/v1/optim_step", content=parts())).status_code == 200
+    assert {one.body for one in bench.dumb.came} == {operation(1)}
+
+
+async def test_a_huge_404_is_kept_in_part(bench: Bench) -> None:
+    """What a 404 says is bounded; it stays a 404."""
+    bench.dumb.state = "JOB_STATE_DELETED"
+    bench.dumb.play("optim_step", Reply(404, b"x" * (3 << 20)))
+    response = await bench.submit()
+    assert (response.status_code, len(response.content)) == (404, 1 << 20)
+
+
+async def test_an_endless_404_ends(bench: Bench) -> None:
+    """A 404 whose body never ends is a 404 nevertheless."""
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ntransfer-encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
+            while True:
+                writer.write(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+                await writer.drain()
+
+    bench.dumb.state = "JOB_STATE_DELETED"
+    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, KEY)
+    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
+    server = await asyncio.start_server(endless, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    async with server, httpx.AsyncClient(transport=transport, base_url=url) as http:
+        async with asyncio.timeout(10):
+            response = await http.post("/api/v1/optim_step", content=operation(1))
+    assert (response.status_code, len(response.content)) == (404, 1 << 20)
+
+
+async def test_without_a_control_plane_a_404_is_a_404(bench: Bench) -> None:
+    """Nobody to ask: nothing is ever sent again."""
+    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), None, policy=QUICK)
+    bench.dumb.play("optim_step", LOST)
+    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+        response = await http.post("/api/v1/optim_step", content=operation(1))
+    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
+
+
+async def test_a_broken_connection_is_not_a_404() -> None:
+    """A refused connection is raised as it is: the client above knows what to do with it."""
+    control = ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY)
+    seen: list[Event] = []
+    transport = VerifiedTransport(
+        httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
+    )
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as http:
+        with pytest.raises(httpx.ConnectError):
+            await http.post("/api/v1/optim_step", content=operation(1))
+    assert not seen

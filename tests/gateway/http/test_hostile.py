@@ -1,0 +1,282 @@
+"""Bytes that are no request, or more than one: each with the exact status that it gets, and
+none of them reaches an upstream."""
+
+import asyncio
+
+import pytest
+
+from gateway.http.wires import Passing, calling, chunked, gate, request, upstream
+from holdfast.gateway.http import Limits
+
+OK = b"GET / HTTP/1.1\r\nHost: a\r\n"
+POST_X = b"POST /x HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
+
+HOSTILE: dict[str, tuple[bytes, int]] = {
+    # Where the body ends must be said in one way.
+    "two lengths": (POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+    "the same length twice": (POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc", 400),
+    "a list of lengths": (POST + b"Content-Length: 3, 3\r\n\r\nabc", 400),
+    "length and coding": (
+        POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "coding and length": (
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "negative length": (POST + b"Content-Length: -1\r\n\r\n", 400),
+    "signed length": (POST + b"Content-Length: +3\r\n\r\nabc", 400),
+    "hexadecimal length": (POST + b"Content-Length: 0x3\r\n\r\nabc", 400),
+    "empty length": (POST + b"Content-Length: \r\n\r\n", 400),
+    "length with a blank inside": (POST + b"Content-Length: 1 2\r\n\r\nabc", 400),
+    "length with an underscore": (POST + b"Content-Length: 1_0\r\n\r\n0123456789", 400),
+    "length of too many digits": (POST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+    "unknown coding": (POST + b"Transfer-Encoding: gzip\r\n\r\n0\r\n\r\n", 400),
+    "coding in front of chunked": (
+        POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "coding behind chunked": (
+        POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "identity": (POST + b"Transfer-Encoding: identity\r\n\r\n", 400),
+    "chunked twice": (
+        POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunked with a tab": (POST + b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n", 400),
+    "quoted chunked": (POST + b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n', 400),
+    "coding of HTTP/1.0": (
+        b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    # Lines and fields.
+    "bare LF after the request line": (b"GET / HTTP/1.1\nHost: a\r\n\r\n", 400),
+    "bare LF throughout": (b"GET / HTTP/1.1\nHost: a\n\n", 400),
+    "bare LF after a field": (OK + b"X: 1\nY: 2\r\n\r\n", 400),
+    "bare CR in a value": (OK + b"X: a\rb\r\n\r\n", 400),
+    "CR CR LF": (OK + b"X: a\r\r\n\r\n", 400),
+    "NUL in a value": (OK + b"X: a\0b\r\n\r\n", 400),
+    "NUL in a name": (OK + b"X\0Y: a\r\n\r\n", 400),
+    "control character in a value": (OK + b"X: a\x01b\r\n\r\n", 400),
+    "DEL in a value": (OK + b"X: a\x7fb\r\n\r\n", 400),
+    "folded line": (OK + b"X: a\r\n b\r\n\r\n", 400),
+    "folded length": (POST + b"Content-Length:\r\n 3\r\n\r\nabc", 400),
+    "first field begins with a blank": (b"GET / HTTP/1.1\r\n Host: a\r\n\r\n", 400),
+    "blank before the colon": (OK + b"X : a\r\n\r\n", 400),
+    "blank before the colon of the length": (POST + b"Content-Length : 3\r\n\r\nabc", 400),
+    "tab before the colon of the coding": (
+        POST + b"Transfer-Encoding\t: chunked\r\n\r\n0\r\n\r\n",
+        400,
+    ),
+    "no colon": (OK + b"nonsense\r\n\r\n", 400),
+    "empty name": (OK + b": a\r\n\r\n", 400),
+    "parenthesis in a name": (OK + b"X(Y): a\r\n\r\n", 400),
+    "high byte in a name": (OK + b"X\xe9: a\r\n\r\n", 400),
+    "no Host": (b"GET / HTTP/1.1\r\n\r\n", 400),
+    "two Hosts": (OK + b"Host: b\r\n\r\n", 400),
+    "empty Host": (b"GET / HTTP/1.1\r\nHost: \r\n\r\n", 400),
+    "Host with a path": (b"GET / HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
+    "Host with a user": (b"GET / HTTP/1.1\r\nHost: a@b\r\n\r\n", 400),
+    "two keys": (OK + b"X-API-Key: a\r\nX-Api-Key: b\r\n\r\n", 400),
+    "two authorizations": (OK + b"Authorization: a\r\nAuthorization: b\r\n\r\n", 400),
+    # The request line.
+    "absolute form": (b"GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "authority form": (b"GET b:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "asterisk form": (b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "no target": (b"GET HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "two blanks": (b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "blank in the target": (b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "tab for a blank": (b"GET\t/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "blank at the end": (b"GET / HTTP/1.1 \r\nHost: a\r\n\r\n", 400),
+    "fragment": (b"GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "half a percent-encoding": (b"GET /a%4 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "wrong percent-encoding": (b"GET /a%zz HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "wrong percent-encoding in the query": (b"GET /?a=%g0 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "encoded NUL": (b"GET /a%00b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "encoded line end": (b"GET /a%0d%0ab HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "encoded backslash": (b"GET /a%5c..%5cb HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "backslash": (b"GET /a\\b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "high byte in the target": (b"GET /\xe9 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "dot segments": (b"GET /a/../b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "encoded dot segments": (b"GET /a/%2e%2E/b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "dot segments between encoded slashes": (b"GET /a%2f..%2fb HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /\r\n\r\n", 400),
+    "HTTP/1.2": (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 505),
+    "HTTP/2": (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+    "HTTP/2 preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    "HTTP/1.10": (b"GET / HTTP/1.10\r\nHost: a\r\n\r\n", 400),
+    "lower-case version": (b"GET / http/1.1\r\nHost: a\r\n\r\n", 400),
+    "RTSP": (b"GET / RTSP/1.0\r\nHost: a\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "CONNECT": (b"CONNECT b:80 HTTP/1.1\r\nHost: b:80\r\n\r\n", 405),
+    "TRACE": (b"TRACE / HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+    "unknown method": (b"GRADIENT / HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+    "lower-case method": (b"get / HTTP/1.1\r\nHost: a\r\n\r\n", 405),
+    "method with a colon": (b"GET: / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "unknown expectation": (POST + b"Expect: a-miracle\r\nContent-Length: 1\r\n\r\n", 417),
+    # Sizes.
+    "10 GB declared": (POST + b"Content-Length: 10000000000\r\n\r\n", 413),
+    "long target": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+    "endless target": (b"GET /" + b"a" * 9000, 414),
+    "large field": (OK + b"X: " + b"a" * 33000 + b"\r\n\r\n", 431),
+    "endless fields": (OK + b"X: a\r\n" * 8000, 431),
+    "many fields": (OK + b"X: a\r\n" * 100 + b"\r\n", 431),
+    # Chunks.
+    "chunk size with a sign": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n+1\r\na\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunk size with 0x": (POST + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n", 400),
+    "chunk size with a blank": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n 1\r\na\r\n0\r\n\r\n",
+        400,
+    ),
+    "no chunk size": (POST + b"Transfer-Encoding: chunked\r\n\r\n\r\na\r\n0\r\n\r\n", 400),
+    "huge chunk size": (POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n", 400),
+    "chunk too short": (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n", 400),
+    "chunk line ends with LF": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\na\r\n0\r\n\r\n",
+        400,
+    ),
+    "chunk ends with LF": (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\n0\r\n\r\n", 400),
+    "control character in an extension": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;a=\0\r\na\r\n0\r\n\r\n",
+        400,
+    ),
+    "endless extension": (POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 9000, 400),
+    "endless trailer": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: a\r\n" * 2000,
+        400,
+    ),
+    "malformed trailer": (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nno colon\r\n\r\n", 400),
+    "folded trailer": (POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: a\r\n b\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_bytes_get_their_status_and_nothing_behind_them_counts(name: str) -> None:
+    """A hostile message gets its exact status and ends the connection: what follows it, also
+    when it looks like a request, never reaches an upstream; nor does the message itself."""
+    stream, status = HOSTILE[name]
+    async with upstream() as up:
+        async with gate(Passing(up)) as server, calling(server.port) as caller:
+            await caller.send(stream + request(target="/smuggled"))
+            answer = await caller.answer()
+            assert (answer.status, answer.fields["connection"]) == (status, "close")
+            assert answer.fields["content-type"] == "application/json"
+            assert await caller.closed()
+        assert [seen for seen in up.seen if seen.whole] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["bare CR in a value", "no Host", "two lengths", "endless target"]
+)
+async def test_a_hostile_message_byte_by_byte_gets_the_same_status(name: str) -> None:
+    """How the bytes were cut does not matter."""
+    stream, status = HOSTILE[name]
+    async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
+        for at in range(0, min(len(stream), 9000), 1 if len(stream) < 500 else 700):
+            caller.writer.write(stream[at : at + (1 if len(stream) < 500 else 700)])
+            await asyncio.sleep(0)
+        assert (await caller.answer()).status == status
+        assert not up.seen
+
+
+async def test_a_hostile_message_behind_a_good_one_spoils_only_itself() -> None:
+    """A pipelined good request is answered first, then the bad one refused."""
+    async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
+        await caller.send(request(target="/good") + b"GET / HTTP/1.1\r\n\r\n" + request())
+        assert (await caller.answer()).body == b"GET /good 0"
+        assert (await caller.answer()).status == 400
+        assert await caller.closed()
+        assert [seen.target for seen in up.seen] == ["/good"]
+
+
+GOOD: dict[str, bytes] = {
+    "an empty line first": b"\r\n" + request(target="/x"),
+    "HTTP/1.0 without Host": b"GET /x HTTP/1.0\r\n\r\n",
+    "an upgrade is ignored": request(
+        target="/x", fields=["Connection: Upgrade", "Upgrade: websocket"]
+    ),
+    "HTTP/2 is not taken up": request(
+        target="/x",
+        fields=["Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: A"],
+    ),
+    "odd but valid": b"GET /x HTTP/1.1\r\nHOST:a:80\r\nX-Empty:\r\nX-High: \xe9\t\xff\r\n\r\n",
+    "IPv6 Host": b"GET /x HTTP/1.1\r\nHost: [::1]:80\r\n\r\n",
+    "upper-case coding": POST_X + b"Transfer-Encoding: Chunked\r\n\r\n0\r\n\r\n",
+    "extensions and a trailer": POST_X
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b'1;a="b"\r\nz\r\n000;c\r\nX-T: 1\r\n\r\n',
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+async def test_unusual_but_valid_requests_pass(name: str) -> None:
+    """Strict is not narrow: what the standard allows reaches the upstream."""
+    async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
+        await caller.send(GOOD[name])
+        assert (await caller.answer()).status == 200
+        assert [seen.target for seen in up.seen] == ["/x"]
+
+
+async def test_fields_of_one_connection_are_not_passed_on() -> None:
+    """RFC 9110, 7.6.1, in both directions: Connection, what it names, and the known ones."""
+
+    async def script(
+        _up: object, _reader: object, writer: asyncio.StreamWriter, _: object
+    ) -> None:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nConnection: keep-alive, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: a\r\n"
+            b"Proxy-Authenticate: b\r\nTrailer: c\r\nUpgrade: d\r\nX-Yours: 2\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
+
+    hop = [
+        "Connection: close, X-Named, Host",
+        "X-Named: 1",
+        "Keep-Alive: timeout=5",
+        "Proxy-Authorization: Basic abc",
+        "Proxy-Connection: keep-alive",
+        "TE: trailers",
+        "Trailer: X",
+        "Upgrade: websocket",
+        "X-Kept: yes",
+        "X_Job: mine",
+        "X-Job: mine",
+    ]
+    async with upstream(script) as up:
+        handler = Passing(up, replace={b"x-job": b"ours"}, remove=[b"x-gone"])
+        async with gate(handler) as server, calling(server.port) as caller:
+            await caller.send(request(fields=[*hop, "X-Gone: 1", "X_Gone: 1"]))
+            answer = await caller.answer()
+            assert answer.fields == {
+                "x-yours": "2",
+                "transfer-encoding": "chunked",
+                "connection": "close",
+            }
+        assert dict(up.seen[0].fields) == {
+            b"host": b"gate",
+            b"x-kept": b"yes",
+            b"x-job": b"ours",
+            b"via": b"1.1 holdfast",
+        }
+
+
+async def test_a_chunked_body_beyond_the_bound_is_refused() -> None:
+    """A body whose length was not declared is stopped when it passes the bound, and the
+    upstream never sees it end."""
+    async with upstream() as up:
+        async with (
+            gate(Passing(up), Limits(body_bytes=100_000)) as server,
+            calling(server.port) as caller,
+        ):
+            await caller.send(
+                request("POST", fields=["Transfer-Encoding: chunked"])
+                + chunked(*[bytes(10_000)] * 11)
+            )
+            assert (await caller.answer()).status == 413
+        assert not any(seen.whole for seen in up.seen)

@@ -1,0 +1,162 @@
+"""Bodies of any size pass, both ways at once, and a slow side does not fill our memory."""
+
+import asyncio
+import hashlib
+import tracemalloc
+
+import pytest
+
+from gateway.http.wires import Passing, Seen, Upstream, calling, gate, request, until, upstream
+from holdfast.gateway.http import Limits, Relayed
+
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+SIZE = 16 * 1024 * 1024
+BLOCK = hashlib.sha256(b"block").digest() * 2048  # 64 KiB
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_large_bodies_arrive_as_they_were(framing: str) -> None:
+    """16 MiB up and the same bytes down at the same time (the upstream echoes while it
+    reads), byte for byte."""
+
+    async def script(_up: Upstream, reader: Reader, writer: Writer, seen: Seen) -> None:
+        known = seen.get(b"content-length")
+        if known is not None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n" % known)
+            left = int(known)
+            while left:
+                data = await reader.read(min(left, 1 << 18))
+                assert data
+                left -= len(data)
+                writer.write(data)
+                await writer.drain()
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            size = 1
+            while size:
+                size = int(await reader.readuntil(b"\r\n"), 16)
+                writer.write(b"%x\r\n" % size + await reader.readexactly(size + 2))
+                await writer.drain()
+
+    async with upstream(script) as up:
+        handler = Passing(up)
+        async with gate(handler) as server, calling(server.port) as caller:
+            sent = hashlib.sha256()
+
+            async def send() -> None:
+                field = f"Content-Length: {SIZE}"
+                field = field if framing == "length" else "Transfer-Encoding: chunked"
+                await caller.send(request("POST", fields=[field]))
+                for number in range(SIZE // len(BLOCK)):
+                    block = number.to_bytes(8, "big") + BLOCK[8:]
+                    sent.update(block)
+                    if framing == "chunked":
+                        block = b"%x\r\n%s\r\n" % (len(block), block)
+                    await caller.send(block)
+                if framing == "chunked":
+                    await caller.send(b"0\r\n\r\n")
+
+            sending = asyncio.create_task(send())
+            answer = await caller.answer()
+            await sending
+        assert hashlib.sha256(answer.body).digest() == sent.digest()
+        assert handler.outcomes == [Relayed(200, SIZE, SIZE)]
+
+
+async def test_a_slow_caller_does_not_fill_our_memory() -> None:
+    """The upstream offers 200 MB and the caller does not read: the upstream is stopped, and
+    the engine holds no more than `memory_bytes`."""
+    written = 0
+
+    async def script(_up: Upstream, _reader: Reader, writer: Writer, _seen: Seen) -> None:
+        nonlocal written
+        writer.transport.set_write_buffer_limits(high=len(BLOCK))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 200000000\r\n\r\n")
+        for _ in range(200_000_000 // len(BLOCK)):
+            writer.write(BLOCK)
+            await writer.drain()
+            written += len(BLOCK)
+
+    async with upstream(script) as up, gate(Passing(up)) as server, calling(server.port) as caller:
+        caller.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport, too
+        tracemalloc.start()
+        await caller.send(request())
+        await _settled(lambda: written)
+        held, _peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert 0 < written < 100_000_000
+        assert held < Limits().memory_bytes
+        caller.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        before = written
+        await caller.reader.readexactly(1_000_000)
+        await until(lambda: written > before)  # it goes on as soon as it is read
+
+
+async def test_a_slow_upstream_does_not_fill_our_memory() -> None:
+    """The caller offers 200 MB and the upstream does not read: the caller is stopped."""
+    sent = 0
+    done = asyncio.Event()
+
+    async def script(_up: Upstream, reader: Reader, writer: Writer, _seen: Seen) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport, too
+        await done.wait()
+
+    async with upstream(script) as up, gate(Passing(up)) as server, calling(server.port) as caller:
+        caller.writer.transport.set_write_buffer_limits(high=len(BLOCK))
+        await caller.send(request("POST", fields=["Content-Length: 200000000"]))
+        tracemalloc.start()
+
+        async def send() -> None:
+            nonlocal sent
+            for _ in range(200_000_000 // len(BLOCK)):
+                await caller.send(BLOCK)
+                sent += len(BLOCK)
+
+        sending = asyncio.create_task(send())
+        await _settled(lambda: sent)
+        held, _peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        sending.cancel()
+        assert 0 < sent < 100_000_000
+        assert held < Limits().memory_bytes + 2 * (1 << 20)  # the upstream's own buffer
+        done.set()
+
+
+async def test_a_body_that_nobody_wants_yet_is_not_read() -> None:
+    """While the handler waits for something else, only a little of the body is taken in."""
+    release = asyncio.Event()
+    sent = 0
+    async with upstream() as up:
+
+        async def handler(exchange: object) -> None:
+            await release.wait()
+            await Passing(up)(exchange)  # type: ignore[arg-type]  # it is an exchange
+
+        async with gate(handler) as server, calling(server.port) as caller:
+            await caller.send(request("POST", fields=[f"Content-Length: {SIZE}"]))
+
+            async def send() -> None:
+                nonlocal sent
+                for _ in range(SIZE // len(BLOCK)):
+                    await caller.send(BLOCK)
+                    sent += len(BLOCK)
+
+            sending = asyncio.create_task(send())
+            await _settled(lambda: sent)
+            assert sent < SIZE
+            (connection,) = server._connections
+            assert connection._exchange is not None
+            assert connection._exchange.received_bytes <= 64 * 1024 + 256 * 1024
+            release.set()
+            await sending
+            assert (await caller.answer()).body == b"POST / %d" % SIZE
+
+
+async def _settled(figure: object) -> None:
+    """Wait until a figure has stopped growing: all buffers on the way are full."""
+    assert callable(figure)
+    before = -1
+    while before != figure() or not figure():
+        before = figure()
+        await asyncio.sleep(0.4)

@@ -1,0 +1,126 @@
+"""`holdfast serve` for tests: real processes, and ways to ask and to hurt them."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast import procs
+
+TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
+LIMIT_S = 40.0
+
+
+class Answer:
+    """What came back."""
+
+    def __init__(self, status: int, headers: dict[str, str], raw: bytes, took_s: float) -> None:
+        self.status, self.headers, self.raw, self.took_s = status, headers, raw, took_s
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    def __repr__(self) -> str:
+        return f"<{self.status} {self.raw[:200]!r} after {self.took_s:.2f} s>"
+
+
+class Service:
+    """One `holdfast serve`."""
+
+    def __init__(self, child: procs.Child, port: int, key: str, folder: Path) -> None:
+        self.child, self.port, self.key, self.folder = child, port, key, folder
+        self.url = f"http://127.0.0.1:{port}"
+        self.account = "local"
+
+    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> Answer:
+        """One request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        began = time.monotonic()
+        try:
+            raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+            headers = {"X-Api-Key": self.key if key is None else key}
+            connection.request(method, path, raw, headers)
+            response = connection.getresponse()
+            content = response.read()
+            named = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, named, content, time.monotonic() - began)
+        finally:
+            connection.close()
+
+    def is_ready(self) -> bool:
+        try:
+            return self.ask("GET", "/readyz").status == 200
+        except OSError:
+            return False
+
+    def jobs(self, job: str = "", rest: str = "") -> str:
+        path = f"/v1/accounts/{self.account}/rlorTrainerJobs"
+        return f"{path}/{job}{rest}" if job else path
+
+    def way(self, job: str, path: str = "/api/v1/hello") -> str:
+        return f"/training/v1/rlorTrainerJobs/{self.account}/{job}{path}"
+
+    def create(self, job: str, spec: dict[str, Any] | None = None) -> None:
+        made = self.ask("POST", f"{self.jobs()}?rlorTrainerJobId={job}", spec or {})
+        assert made.status == 200, made
+
+    def state(self, job: str) -> str:
+        told: str = self.ask("GET", self.jobs(job)).json["state"]
+        return told.removeprefix("JOB_STATE_")
+
+    def wait(self, job: str, state: str = "RUNNING") -> None:
+        wait_for(lambda: self.state(job) == state, f"{job} is {state}")
+
+    # ---- hurting it ----------------------------------------------------------------
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Processes below this service whose command says `word`."""
+        found = []
+        for one in psutil.Process(self.child.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = one.cmdline()
+                if word in " ".join(line[:3]) and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one)
+        return found
+
+    def kill(self, word: str) -> int:
+        """SIGKILL for one of them; returns its pid."""
+        victim = self.processes(word)[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        return victim.pid
+
+
+def wait_for(ready: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serve(
+    folder: Path, *flags: str, ledger: str | None = None, trainer: str = TOY
+) -> Iterator[Service]:
+    """A service in a folder; when it is left, everything of it is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = procs.free_ports(1)[0]
+    url = ledger or f"sqlite:///{folder}/ledger.db"
+    argv = [
+        *(sys.executable, "-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder)),
+        *("--port", str(port), "--trainer", trainer, *flags),
+    ]
+    env = {"XDG_STATE_HOME": str(folder / "state")}
+    with procs.spawn(argv, env=env, log=folder / "serve.log") as child:
+        service = Service(child, port, "", folder)
+        child.wait_until(service.is_ready, LIMIT_S)
+        service.key = json.loads((folder / "serve.json").read_text())["key"]
+        yield service

@@ -1,0 +1,79 @@
+"""The fence: what is not meant for this incarnation does not reach it."""
+
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from holdfast.errors import Mistake
+from holdfast.jobs.fence import Fence, Incarnation
+
+WHO = Incarnation("r", "a", "j", 3)
+Message = MutableMapping[str, Any]
+
+
+async def ask(headers: list[tuple[bytes, bytes]], kind: str = "http") -> tuple[list[Message], int]:
+    """Send a request through the fence: what was answered, and how often the app was reached."""
+    reached = 0
+    sent: list[Message] = []
+
+    async def app(_scope: Message, _receive: Any, send: Any) -> None:
+        nonlocal reached
+        reached += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        raise AssertionError("the fence does not read the body")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await Fence(app, WHO)({"type": kind, "headers": headers}, receive, send)
+    return sent, reached
+
+
+MEANT = [(b"x-holdfast-job", b"a/j"), (b"x-holdfast-epoch", b"3")]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        MEANT[:1],
+        MEANT[1:],
+        [MEANT[0], (b"x-holdfast-epoch", b"2")],
+        [MEANT[0], (b"x-holdfast-epoch", b"03")],
+        [(b"x-holdfast-job", b"b/j"), MEANT[1]],
+        [*MEANT, (b"x-holdfast-epoch", b"2")],
+        [*MEANT, MEANT[0]],
+    ],
+)
+async def test_others_are_refused(headers: list[tuple[bytes, bytes]]) -> None:
+    """With 421, before the body is read, and the connection is not used again."""
+    sent, reached = await ask(headers)
+    assert reached == 0
+    assert sent[0]["status"] == 421
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "wrong_incarnation"
+
+
+async def test_what_is_meant_passes() -> None:
+    for headers in (MEANT, MEANT[::-1], [(b"X-Holdfast-Job", b"a/j"), MEANT[1]]):
+        assert (await ask(headers))[1] == 1
+    assert (await ask([], "lifespan"))[1] == 1, "the server's own messages are not requests"
+    assert (await ask([], "websocket"))[0] == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_who_it_is_comes_from_the_launcher() -> None:
+    env = {"HOLDFAST_RUN": "r", "HOLDFAST_JOB": "a/j", "HOLDFAST_EPOCH": "3"}
+    assert Incarnation.from_env(env) == WHO
+    for name, value in (
+        ("HOLDFAST_JOB", "a"),
+        ("HOLDFAST_JOB", "a/b/c"),
+        ("HOLDFAST_EPOCH", "x"),
+    ):
+        with pytest.raises(Mistake):
+            Incarnation.from_env({**env, name: value})
+    with pytest.raises(Mistake, match="holdfast serve"):
+        Incarnation.from_env({})

@@ -1,0 +1,205 @@
+"""Hosts with real trainer processes: taken, served, killed, replaced, given back."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast import ledger
+from holdfast.jobs import decide
+from holdfast.jobs.host import Host
+from holdfast.jobs.launcher import Running, Ticket
+from holdfast.jobs.local import LocalLauncher
+from holdfast.jobs.store import Jobs, Seen
+from holdfast.ledger import LiveRuntime
+
+TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
+BUDGET = decide.Budget(restarts=3, base_s=0.05, max_s=0.2)
+
+
+@contextlib.asynccontextmanager
+async def host(
+    tmp_path: Path, name: str = "h1", *, lease_s: float = 2.0, start_s: float = 30.0
+) -> AsyncIterator[Host]:
+    """A host with a connection of its own, as in a process of its own."""
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    launcher = LocalLauncher({"default": TOY}, tmp_path, url, start_s=start_s)
+    async with ledger.open(url) as opened:
+        own = Jobs(LiveRuntime(opened), "r", time.time)
+        it = Host(own, launcher, name, lease_s=lease_s, grace_s=2.0, budget=BUDGET)
+        task = asyncio.create_task(it.run())
+        try:
+            yield it
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(
+    jobs: Jobs, wanted: Callable[[Seen], bool], job: str = "j", limit_s: float = 30.0
+) -> Seen:
+    try:
+        async with asyncio.timeout(limit_s):
+            while True:
+                found = await jobs.get("a", job)
+                if wanted(found):
+                    return found
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"after {limit_s} s it is {found.job}")
+
+
+def is_running(it: Seen) -> bool:
+    return it.job.state == "RUNNING" and it.lives
+
+
+def trainers() -> list[psutil.Process]:
+    """The trainers below this process."""
+    mine = psutil.Process().children(recursive=True)
+    return [one for one in mine if "toy.py" in " ".join(_line(one))]
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+async def test_from_created_to_running_to_killed_to_running(jobs: Jobs, tmp_path: Path) -> None:
+    """A trainer that dies is replaced, under the next epoch, at another address."""
+    await jobs.create("a", "j", {})
+    async with host(tmp_path):
+        first = await until(jobs, is_running)
+        os.kill(trainers()[0].pid, signal.SIGKILL)
+        second = await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
+        assert second.job.epoch == first.job.epoch + 1
+        assert len(trainers()) == 1
+    assert trainers() == [], "a host takes its trainers with it"
+    left = await until(jobs, lambda it: it.job.state == "PENDING")
+    assert left.alive is None
+    assert len(left.job.restarts) == 1, "that a host leaves is not the job's fault"
+
+
+async def test_pause_resume_delete(jobs: Jobs, tmp_path: Path) -> None:
+    await jobs.create("a", "j", {})
+    async with host(tmp_path):
+        await until(jobs, is_running)
+        await jobs.change("a", "j", "pause")
+        paused = await until(jobs, lambda it: it.alive is None)
+        assert paused.job.state == "PAUSED"
+        assert trainers() == []
+        await jobs.change("a", "j", "resume")
+        await until(jobs, is_running)
+        assert (await jobs.change("a", "j", "delete")).state == "DELETING"
+        await until(jobs, lambda it: it.job.state == "DELETED")
+        assert trainers() == []
+
+
+async def test_a_trainer_that_cannot_work_ends_its_job(jobs: Jobs, tmp_path: Path) -> None:
+    """A crash loop ends, with the exit code; what can never be started fails at once."""
+    await jobs.create("a", "j", {"how": "exit"})
+    await jobs.create("a", "unknown", {"holdfast": {"trainer": "nobody"}})
+    await jobs.create("a", "forbidden", {"holdfast": {"command": ["true"]}})
+    await jobs.create("a", "finished", {"how": "done"})
+    async with host(tmp_path):
+        failed = await until(jobs, lambda it: it.job.state == "FAILED")
+        assert "code 7" in failed.job.reason
+        assert len(failed.job.restarts) == BUDGET.restarts + 1
+        unknown = await until(jobs, lambda it: it.job.state == "FAILED", "unknown")
+        assert "--trainer" in unknown.job.reason
+        forbidden = await until(jobs, lambda it: it.job.state == "FAILED", "forbidden")
+        assert "--allow-commands" in forbidden.job.reason
+        assert unknown.job.restarts == forbidden.job.restarts == ()
+        await until(jobs, lambda it: it.job.state == "COMPLETED", "finished")
+
+
+async def test_a_trainer_that_never_answers(jobs: Jobs, tmp_path: Path) -> None:
+    await jobs.create("a", "j", {"how": "silent"})
+    async with host(tmp_path, start_s=0.3):
+        failed = await until(jobs, lambda it: it.job.state == "FAILED")
+        assert "did not answer at /api/v1/healthz" in failed.job.reason
+    assert trainers() == []
+
+
+async def test_of_two_hosts_one_takes_a_job_and_the_other_takes_over(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    for number in range(4):
+        await jobs.create("a", f"j{number}", {})
+    async with contextlib.AsyncExitStack() as others:
+        await others.enter_async_context(host(tmp_path, "h2"))
+        async with host(tmp_path, "h1"):
+            for number in range(4):
+                await until(jobs, is_running, f"j{number}")
+            assert len(trainers()) == 4
+        for number in range(4):
+            await until(jobs, lambda it: is_running(it) and it.job.host == "h2", f"j{number}")
+        assert len(trainers()) == 4
+
+
+async def test_a_host_that_loses_its_lease_stops_everything_and_begins_again(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    await jobs.create("a", "j", {})
+    async with host(tmp_path):
+        first = await until(jobs, is_running)
+        assert first.alive_entry is not None
+        await jobs.runtime.ledger.revoke(first.alive_entry.lease)
+        second = await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
+        async with asyncio.timeout(10):
+            while len(trainers()) != 1:
+                await asyncio.sleep(0.01)
+        assert second.job.address != first.job.address
+
+
+async def test_a_host_that_died_silently_is_noticed_within_its_lease(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """RUNNING is kept alive by a lease: what its host left behind is taken over by another."""
+    await jobs.create("a", "j", {})
+    found = await jobs.get("a", "j")
+    lease = await jobs.runtime.ledger.grant(2.0)
+    taken = decide.take(found.job, "dead", jobs.wall())
+    assert taken is not None
+    assert await jobs.commit(found, taken, ops=[jobs.alive_op(taken, lease.id)])
+    await jobs.update(
+        "a", "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
+    )
+    began = time.monotonic()
+    async with host(tmp_path):
+        again = await until(jobs, lambda it: is_running(it) and it.job.host == "h1")
+    assert again.job.epoch == found.job.epoch + 1
+    assert 1.0 < time.monotonic() - began < 15.0
+
+
+async def test_logs_are_kept_per_epoch(jobs: Jobs, tmp_path: Path) -> None:
+    await jobs.create("a", "j", {})
+    async with host(tmp_path):
+        first = await until(jobs, is_running)
+        os.kill(trainers()[0].pid, signal.SIGKILL)
+        await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
+    folder = tmp_path / "logs" / "a" / "j"
+    assert {path.name for path in folder.iterdir()} == {"epoch-1.log", "epoch-2.log"}
+    assert "epoch 2" in (folder / "epoch-2.log").read_text()
+
+
+async def test_the_command_of_a_trainer_is_found(tmp_path: Path) -> None:
+    launcher = LocalLauncher(
+        {"default": "python 'a b' {port}"}, tmp_path, "memory:", allow_commands=True
+    )
+    assert launcher.command({}) == ["python", "a b", "{port}"]
+    assert launcher.command({"holdfast": {"command": ["x", "{port}"]}}) == ["x", "{port}"]
+    ticket = Ticket(run="r", account="a", job="j", epoch=1, spec={})
+    launcher = LocalLauncher({"default": TOY}, tmp_path, "memory:")
+    running: Running = await launcher.start(ticket)
+    assert (await running.serving()).startswith("127.0.0.1:")
+    await running.stop(5.0)
+    assert trainers() == []
