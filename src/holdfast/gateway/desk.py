@@ -170,11 +170,15 @@ class NaiveDesk(Desk):
         """Bring a request to where the table says, or say "not found"."""
         verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
         if not isinstance(verdict, Route):
-            return answers.not_found()
+            return _BARE
         sent = await forward(verdict)
         if sent.how == "done":
             return None
-        return answers.not_found() if sent.how == "misdirected" else _lost(sent.reason)
+        return _BARE if sent.how == "misdirected" else _lost(sent.reason)
+
+
+_BARE = Answer(404, b'{"detail":"Not Found"}')
+"""A 404 that says nothing: gone, not yet there, or a stale table."""
 
 
 def _lost(reason: str) -> Answer:

@@ -1,0 +1,147 @@
+"""The real, unmodified SDKs against gateways that hear of everything late.
+
+Each gateway replica lags by up to 10 s. A trainer becomes RUNNING, is killed twice (so its
+successor is another incarnation at another address), and its job is deleted. No caller ever
+hears "not found" before that, and the trainer's counters show every operation exactly once.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from gateway.service import Service, serve, wait_for
+from holdfast.procs import spawn
+from jobs import counts
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-sdks/bin/python"
+TRAINER = f"{PYTHON} -u {ROOT / 'tests/jobs/counting_trainer.py'}"
+FLAGS = ("--account", "acme", "--gateways", "3", "--lag", "10", "--lease", "2")
+
+
+class Library:
+    """A client library in a process of its own."""
+
+    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self._stdin, self._stdout = stdin, stdout
+
+    def do(self, what: str, **how: Any) -> dict[str, Any]:
+        self._stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
+        self._stdin.flush()
+        line = self._stdout.readline()
+        assert line, "the library's process has ended"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+
+@contextlib.contextmanager
+def library(name: str) -> Iterator[Library]:
+    argv = [str(PYTHON), str(ROOT / "tests/client/sdk_program.py"), name]
+    env = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
+    with spawn(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        yield Library(child.process.stdin, child.process.stdout)
+
+
+def kill_trainer(service: Service) -> None:
+    """SIGKILL for the one trainer there is, as soon as there is one."""
+    wait_for(lambda: len(service.processes("counting_trainer.py")) == 1, "there is a trainer")
+    service.kill("counting_trainer.py")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["tinker", "fireworks"])
+def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) -> None:
+    """From RUNNING over two moves to the delete; the library is not wrapped."""
+    with serve(tmp_path, *FLAGS, trainer=TRAINER) as service, library(name) as client:
+        service.account = "acme"
+        service.create("one")
+        # At once: the trainer is not even started.
+        made = client.do("connect", gateway=service.url, key=service.key, wrapped=False)
+        assert "ok" in made, made
+        model = made["ok"]
+        said: list[dict[str, Any]] = []
+        moved = threading.Event()
+
+        def work() -> None:
+            while not moved.is_set() or len(said) < 10:
+                said.append(client.do("step"))
+
+        working = threading.Thread(target=work)
+        working.start()
+        for _ in range(2):
+            steps = len(said)
+            wait_for(lambda steps=steps: len(said) > steps, "a step", 60)
+            epoch = service.ask("GET", service.jobs("one")).json["epoch"]
+            kill_trainer(service)
+            wait_for(
+                lambda old=epoch: service.ask("GET", service.jobs("one")).json["epoch"] > old,
+                "the next incarnation",
+            )
+            service.wait("one")
+        moved.set()
+        working.join(120)
+        assert not working.is_alive()
+        wrong = [one for one in said if "ok" not in one]
+        assert not wrong, wrong
+
+        ledger = f"sqlite:///{tmp_path}/ledger.db"
+        done = asyncio.run(counts.read(ledger, "default", "acme", "one"))[model]
+        assert [op.seq for op in done] == list(range(1, len(done) + 1))
+        assert len(done) == 2 * len(said)
+        assert len({op.epoch for op in done}) == 3, "every incarnation did a part"
+
+        assert service.ask("DELETE", service.jobs("one")).status == 200
+        began = time.monotonic()
+        told = client.do("forward_backward")
+        took_s = time.monotonic() - began
+        assert "error" in told, told
+        assert "DELET" in told["text"], told
+        assert took_s < 1.0, f"{took_s:.1f} s until the caller knew"
+        print(f"{name}: {len(done)} operations, 3 incarnations, gone after {took_s:.2f} s")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["tinker", "fireworks"])
+def test_a_naive_gateway_and_what_the_client_makes_of_it(name: str, tmp_path: Path) -> None:
+    """A gateway that believes its stale table says 404 for a RUNNING trainer: the bare library
+    gives up, the wrapped one warms up, asks the control plane, and does every step once."""
+    flags = ("--account", "acme", "--gateways", "2", "--naive", "--lag", "6")
+    with serve(tmp_path, *flags, trainer=TRAINER) as service, library(name) as client:
+        service.account = "acme"
+        service.create("one")
+        service.wait("one")
+        how = {"gateway": service.url, "key": service.key}
+        bare = client.do("connect", **how, wrapped=False)
+        assert "error" in bare, "the tables are not stale: this shows nothing"
+        assert "404" in bare["text"] or "Not Found" in bare["text"], bare
+        wrapped = client.do("connect", **how, wrapped=True, warm_up_s=60.0)
+        assert "ok" in wrapped, wrapped
+        steps = [client.do("step") for _ in range(5)]
+        assert all("ok" in step for step in steps), steps
+        ledger = f"sqlite:///{tmp_path}/ledger.db"
+        done = asyncio.run(counts.read(ledger, "default", "acme", "one"))[wrapped["ok"]]
+        assert [op.seq for op in done] == list(range(1, 11))
+
+
+def test_signals_are_not_ignored_by_the_trainer(tmp_path: Path) -> None:
+    """The counting trainer is really killed by what the tests kill it with."""
+    with serve(tmp_path, "--account", "acme", trainer=TRAINER) as service:
+        service.account = "acme"
+        service.create("one")
+        service.wait("one")
+        first = service.processes("counting_trainer.py")[0]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(10)
+        wait_for(lambda: len(service.processes("counting_trainer.py")) == 1, "its successor")
