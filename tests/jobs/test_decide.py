@@ -11,7 +11,7 @@ from holdfast.jobs.decide import TABLE, Budget
 from holdfast.jobs.records import LIVE, STATES, TOMBSTONES, Alive, Job, State
 
 NOW = 1000.0
-BUDGET = Budget(restarts=2, window_s=100.0, base_s=1.0, max_s=8.0)
+BUDGET = Budget(restarts=2, window_s=100.0, well_s=50.0, base_s=1.0, max_s=8.0)
 
 
 def job(state: State = "PENDING", **fields: object) -> Job:
@@ -85,7 +85,7 @@ def test_an_address_is_that_of_the_present_epoch() -> None:
 
 def test_a_crash_loop_slows_down_and_ends() -> None:
     """The first death costs no wait, the next ones more and more; then the job has failed."""
-    one = decide.fall(job("RUNNING"), 3, "killed", NOW, BUDGET)
+    one = decide.fall(job("RUNNING", changed_at=NOW), 3, "killed", NOW, BUDGET)
     assert (one.state, one.epoch, one.not_before) == ("PENDING", 4, NOW)
     again = msgspec.structs.replace(one, state="RUNNING")
     two = decide.fall(again, 4, "killed", NOW + 1, BUDGET)
@@ -97,6 +97,9 @@ def test_a_crash_loop_slows_down_and_ends() -> None:
     assert "no more restarts" in three.reason
     later = decide.fall(again, 5, "killed", NOW + 200, BUDGET)
     assert later.state == "PENDING", "deaths long ago do not count"
+    served = msgspec.structs.replace(two, state="RUNNING", changed_at=NOW + 2)
+    late = decide.fall(served, 5, "killed", NOW + 52, BUDGET)
+    assert (late.state, late.restarts, late.not_before) == ("PENDING", (NOW + 52,), NOW + 52)
     with pytest.raises(Fenced):
         decide.fall(job("RUNNING"), 2, "killed", NOW, BUDGET)
 

@@ -13,6 +13,7 @@ from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part, Supervisor, own_name
 from holdfast.jobs.accounts import Accounts, split_key
+from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
 from holdfast.ledger.runtime import LiveRuntime
@@ -49,6 +50,12 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
 @click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
 @click.option("--health-path", default="/api/v1/healthz", show_default=True)
 @click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
+@click.option(
+    "--max-restarts",
+    default=Budget().restarts,
+    show_default=True,
+    help="How often in an hour a trainer may die within 10 s of serving.",
+)
 @click.option("--no-host", is_flag=True, help="Start no trainers: other machines do.")
 @click.option("--account", default="local", show_default=True, help="Made with a key, if new.")
 @click.option("--tls-cert", type=click.Path(exists=True, path_type=Path))
@@ -109,6 +116,7 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     allow_commands: bool
     health_path: str
     capacity: int
+    max_restarts: int
     no_host: bool
     account: str
     tls_cert: Path | None
@@ -176,6 +184,7 @@ def _parts(
             allow_commands=asked.allow_commands,
             health_path=asked.health_path,
             capacity=asked.capacity,
+            restarts=asked.max_restarts,
             lease_s=asked.lease,
         )
         log = folder / "logs" / "host.log"

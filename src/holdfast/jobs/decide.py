@@ -90,14 +90,18 @@ _AGAIN: Final[dict[Verb, frozenset[State]]] = {
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """How often incarnations may die before the job has failed."""
+    """How often incarnations may die early before the job has failed.
 
-    restarts: int = 5
+    One that has served for `well_s` was well: its death is an accident, whatever was before.
+    """
+
+    restarts: int = 10
     window_s: float = 3600.0
     """Deaths longer ago than this no longer count."""
-    base_s: float = 0.5
-    """The wait after the second death in a row; it doubles, up to `max_s`."""
-    max_s: float = 30.0
+    well_s: float = 10.0
+    base_s: float = 0.25
+    """The wait after the second early death; it doubles, up to `max_s`."""
+    max_s: float = 10.0
 
 
 def create(account: str, job: str, spec: dict[str, Any], now: float) -> Job:
@@ -155,10 +159,11 @@ def ready(job: Job, epoch: int, address: str, now: float) -> Job | None:
 def fall(job: Job, epoch: int, reason: str, now: float, budget: Budget) -> Job:
     """The incarnation of this epoch has died: another one begins, or the job has failed."""
     _check(job, epoch)
-    recent = tuple(at for at in job.restarts if at > now - budget.window_s)
+    well = job.state == "RUNNING" and now - job.changed_at >= budget.well_s
+    recent = () if well else tuple(at for at in job.restarts if at > now - budget.window_s)
     deaths = (*recent, now)
     if len(recent) >= budget.restarts:
-        told = f"{reason} (death {len(deaths)} within {budget.window_s:g} s; no more restarts)"
+        told = f"{reason} (early death {len(deaths)} in {budget.window_s:g} s; no more restarts)"
         failed = change(job, "fail", now, reason=told, restarts=deaths)
         assert failed is not None
         return failed

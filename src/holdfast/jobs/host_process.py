@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import events, ledger
+from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
 from holdfast.jobs.local import LocalLauncher
 from holdfast.jobs.serving import until_signal
@@ -36,6 +37,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lease_s: float = DEFAULTS.host_lease_s
     grace_s: float = 10.0
     start_s: float = 300.0
+    restarts: int = Budget().restarts
 
 
 async def serve(settings: HostSettings) -> None:
@@ -58,6 +60,7 @@ async def serve(settings: HostSettings) -> None:
             capacity=settings.capacity,
             lease_s=settings.lease_s,
             grace_s=settings.grace_s,
+            budget=Budget(restarts=settings.restarts),
         )
         await until_signal(host.run())
 

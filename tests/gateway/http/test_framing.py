@@ -61,6 +61,13 @@ def test_any_bytes_as_chunks_are_read_the_same_however_they_are_cut(
     assert read([data]) == read(cuts(data, places)) == read([bytes([byte]) for byte in data])
 
 
+def test_a_trailer_is_bounded_as_a_whole() -> None:
+    """Not only each of its lines."""
+    decoder = Chunked(1000)
+    with pytest.raises(Malformed):
+        decoder.feed(b"0\r\n" + b"X: a\r\n" * 200 + b"\r\n")
+
+
 def test_a_declared_body_ends_where_it_was_declared_to() -> None:
     """Also when it comes together with what follows."""
     decoder = Lengthed(5)

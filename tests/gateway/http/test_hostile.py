@@ -146,6 +146,18 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
         POST + b"Transfer-Encoding: chunked\r\n\r\n1;a=\0\r\na\r\n0\r\n\r\n",
         400,
     ),
+    "chunk followed by something else": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\naXX0\r\n\r\n",
+        400,
+    ),
+    "extension ends with LF": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;ab\na\r\n0\r\n\r\n",
+        400,
+    ),
+    "trailer ends with LF": (
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: a\nY: b\r\n\r\n",
+        400,
+    ),
     "endless extension": (POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 9000, 400),
     "endless trailer": (
         POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: a\r\n" * 2000,
@@ -161,8 +173,9 @@ async def test_hostile_bytes_get_their_status_and_nothing_behind_them_counts(nam
     """A hostile message gets its exact status and ends the connection: what follows it, also
     when it looks like a request, never reaches an upstream; nor does the message itself."""
     stream, status = HOSTILE[name]
+    patient = Limits(head_s=100.0, idle_s=100.0)  # time does not close what should be closed
     async with upstream() as up:
-        async with gate(Passing(up)) as server, calling(server.port) as caller:
+        async with gate(Passing(up), patient) as server, calling(server.port) as caller:
             await caller.send(stream + request(target="/smuggled"))
             answer = await caller.answer()
             assert (answer.status, answer.fields["connection"]) == (status, "close")

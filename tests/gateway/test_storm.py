@@ -1,0 +1,119 @@
+"""Gateways, hosts and trainers are killed under load; every operation happens once, in order."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gateway.service import Service, serve
+from gateway.test_stale_routes import TRAINER
+from holdfast.client import native
+from holdfast.client.target import Target
+from holdfast.errors import HoldfastError
+from jobs import counts
+
+KINDS = ("gateway.process", "host_process", "counting_trainer.py")
+BASE = "holdfast/counting"
+
+
+class Load:
+    """Callers that go on, operation after operation, until they are told to stop."""
+
+    def __init__(self, service: Service, jobs: list[str]) -> None:
+        self._service, self._jobs = service, jobs
+        self.done: Counter[tuple[str, str]] = Counter()
+        self.longest_s = 0.0
+        self.calm: dict[int, float] = {}
+        """When each caller had its first answer after the last kill."""
+        self.calm_since = float("inf")
+        self.over = asyncio.Event()
+
+    async def call(self, number: int) -> None:
+        """One caller with a model of its own."""
+        job = self._jobs[number % len(self._jobs)]
+        target = Target.of(self._service.url, api_key=self._service.key, account="acme", job=job)
+        async with native.connect(target, warm_up_s=0) as client:
+            session = await client.create_session()
+            model = await client.create_model(session, 0, BASE)
+            seq = 0
+            while not self.over.is_set():
+                seq += 1
+                began = time.monotonic()
+                future = await client.submit("optim_step", model, seq, {"type": "optim_step"})
+                await future.result()
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+                self.done[job, model] = seq
+                if time.monotonic() > self.calm_since:
+                    self.calm.setdefault(number, time.monotonic())
+
+
+async def storm(
+    service: Service, callers: int, kills: int, seed: int, jobs: list[str]
+) -> tuple[Load, Counter[str]]:
+    luck, killed = random.Random(seed), Counter[str]()
+    load = Load(service, jobs)
+    async with asyncio.TaskGroup() as group:
+        for number in range(callers):
+            group.create_task(load.call(number))
+        while min(len(load.done), callers) < callers:
+            await asyncio.sleep(0.05)
+        while sum(killed.values()) < kills:
+            await asyncio.sleep(luck.uniform(0.3, 1.5))
+            kind = luck.choice(KINDS)
+            with contextlib.suppress(IndexError, ProcessLookupError):
+                await asyncio.to_thread(service.kill, kind)
+                killed[kind] += 1
+        load.calm_since = time.monotonic()
+        async with asyncio.timeout(120):
+            while len(load.calm) < callers:
+                await asyncio.sleep(0.05)
+        load.over.set()
+    return load, killed
+
+
+async def _through(tmp_path: Path, callers: int, kills: int, seed: int, ledger: str) -> None:
+    jobs = ["one", "two"]
+    flags = ("--account", "acme", "--gateways", "2", "--lease", "2", "--lag", "1")
+    flags = (*flags, "--max-restarts", "1000")
+    with serve(tmp_path, *flags, ledger=ledger, trainer=TRAINER) as service:
+        service.account = "acme"
+        for job in jobs:
+            service.create(job)
+        try:
+            load, killed = await storm(service, callers, kills, seed, jobs)
+        except* HoldfastError as errors:
+            pytest.fail(f"seed {seed}: a caller was told {errors.exceptions[0]!r}")
+        total = 0
+        for job in jobs:
+            models = await counts.read(ledger, "default", "acme", job)
+            for model, ops in models.items():
+                assert len(ops) == load.done[job, model], f"seed {seed}: {job} {model}"
+                total += len(ops)
+        epochs = {job: service.ask("GET", service.jobs(job)).json["epoch"] for job in jobs}
+    assert total == sum(load.done.values()) > callers
+    recovered_s = max(load.calm.values()) - load.calm_since
+    assert recovered_s < 40, f"seed {seed}: {recovered_s:.0f} s from the last kill to an answer"
+    print(
+        f"seed {seed}: {callers} callers, {total} operations, killed {dict(killed)}, epochs "
+        f"{epochs}, the longest operation took {load.longest_s:.1f} s, everybody was served again "
+        f"{recovered_s:.1f} s after the last kill"
+    )
+
+
+@pytest.mark.timeout(180)
+async def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
+    """A short storm."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    await _through(tmp_path, 8, 6, seed, f"sqlite:///{tmp_path}/ledger.db")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_fifty_callers_and_forty_kills(tmp_path: Path, seed: int) -> None:
+    await _through(tmp_path, 50, 40, seed, f"sqlite:///{tmp_path}/ledger.db")
