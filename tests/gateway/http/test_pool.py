@@ -1,0 +1,46 @@
+"""Connections to upstreams: which of them are used again."""
+
+import socket
+
+from gateway.http.wires import HOST, until
+
+from holdfast.gateway.http import Limits, Pool
+
+
+async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
+    """An upstream closes a kept line, and the event loop has not come to it yet: the kernel
+    knows, so the next taker gets another line."""
+    pool = Pool(Limits())
+    with socket.create_server((HOST, 0)) as listener:
+        address = listener.getsockname()[:2]
+        line = await pool.take(address)
+        theirs, _ = listener.accept()
+        pool.give(line, address, reusable=True)
+        assert await pool.take(address) is line  # nothing has happened: the same one
+        pool.give(line, address, reusable=True)
+        theirs.close()
+        another = await pool.take(address)
+        assert another is not line
+        theirs, _ = listener.accept()
+        pool.give(another, address, reusable=True)
+        theirs.send(b"?")  # nobody has asked
+        third = await pool.take(address)
+        assert third is not another
+        theirs.close()
+        pool.give(third, address, reusable=False)
+        await until(lambda: not pool.open_lines)
+        pool.close()
+
+
+async def test_an_address_can_be_forgotten() -> None:
+    """Idle lines to an address where somebody else may live now are closed; nothing is kept
+    of addresses without lines."""
+    pool = Pool(Limits())
+    with socket.create_server((HOST, 0)) as listener:
+        address = listener.getsockname()[:2]
+        line = await pool.take(address)
+        pool.give(line, address, reusable=True)
+        pool.forget(address)
+        await until(lambda: not pool.open_lines)
+        assert not pool._books
+        pool.close()
