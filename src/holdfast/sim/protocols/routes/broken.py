@@ -58,6 +58,12 @@ class _Resubmits(RoutesProtocol):
     resubmits = True
 
 
+class _Unverified(RoutesProtocol):
+    """A caller doubts every 404, without asking the control plane."""
+
+    verifies = False
+
+
 class _Reborn(Jobs):
     async def create(self, account: str, job: str, spec: dict[str, Any]) -> Job:
         found = await self.find(account, job)
@@ -138,6 +144,7 @@ BROKEN = {
     "": _NoReading,
     "epoch": _NoEpoch,
     "resubmit": _Resubmits,
+    "verify": _Unverified,
     "tombstone": _ReusedId,
     "kept": _KeptEpoch,
     "compare": _NoCompare,

@@ -3,9 +3,11 @@
 n0 is the user of the control plane: creates two jobs (one per account), pauses, resumes and at
 last deletes one of them; n1 and n2 are hosts; n3 and n4 gateways, whose views lag; n5 and n6
 call: each works for one account, operation after operation, sending again whatever may be
-sent again. Trainers share three addresses. Invariants:
+sent again. Trainers share three addresses. In every third schedule the gateways are naive, as
+others' are, and the callers ask the control plane before they believe a 404. Invariants:
 
-1. a caller hears "not found" or "gone" only if that was so at some moment of its call;
+1. a caller hears "not found" or "gone" only if that was so at some moment of its call; behind a
+   naive gateway it sends again after a 404 only if its job has been RUNNING since;
 2. an operation takes effect once, in order, and by the incarnation that is the job's then;
 3. nothing takes effect at another account's trainer;
 4. an epoch never falls, an address is there exactly while a job is RUNNING, a tombstone stays.
@@ -18,9 +20,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from holdfast.client.meaning import AGAIN, meaning_of, next_step
 from holdfast.errors import Exists, HoldfastError, Retriable, Unavailable, UnknownOutcome
 from holdfast.gateway.answers import Answer, Kind, Route
-from holdfast.gateway.desk import Desk, Patience, Sent
+from holdfast.gateway.desk import Desk, NaiveDesk, Patience, Sent
 from holdfast.gateway.routes import Routes
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.fence import Incarnation
@@ -55,6 +58,9 @@ class RoutesProtocol(Protocol):
     trainer: type[Trainer] = Trainer
     resubmits = False
     """Whether callers send a new operation when they do not hear of an old one."""
+    verifies = True
+    """Whether callers ask the control plane before they doubt a 404."""
+    naive = False
 
     never = frozenset(
         # Whoever calls another process holds no lease here.
@@ -73,6 +79,10 @@ class RoutesProtocol(Protocol):
         self._healed: Callable[[], bool] = lambda: False
         self._now: Callable[[], float] = lambda: 0.0
 
+    def prepare(self, seed: int) -> None:
+        """Every third schedule has gateways that believe their tables."""
+        self.naive = seed % 3 == 2
+
     async def run(self, runtime: Runtime, name: str) -> None:
         """One process, by its name."""
         assert isinstance(runtime, Node)
@@ -88,7 +98,7 @@ class RoutesProtocol(Protocol):
         elif name in GATEWAYS:
             await self._gate(jobs, runtime, GATEWAYS[name])
         else:
-            await self._call(runtime, ACCOUNTS[0 if name == "n5" else 1])
+            await self._call(jobs, runtime, ACCOUNTS[0 if name == "n5" else 1])
 
     # ---- the user of the control plane -----------------------------------------
 
@@ -119,7 +129,8 @@ class RoutesProtocol(Protocol):
             return runtime.random.choice((0.0, 0.0, 1.0, 10.0)) * runtime.random.random()
 
         routes = Routes(jobs, lag=lag)
-        desk = self.desk(runtime, routes, Patience(submit_wait_s=3.0, poll_hold_s=6.0))
+        kind = NaiveDesk if self.naive else self.desk
+        desk = kind(runtime, routes, Patience(submit_wait_s=3.0, poll_hold_s=6.0))
 
         async def handle(call: Call) -> Reply:
             return await self._serve(desk, runtime, call)
@@ -158,15 +169,15 @@ class RoutesProtocol(Protocol):
 
     # ---- a caller ----------------------------------------------------------------
 
-    async def _call(self, runtime: Node, account: str) -> None:
+    async def _call(self, jobs: Jobs, runtime: Node, account: str) -> None:
         """Operation after operation, as an SDK does it."""
         while not self._over():
             await runtime.sleep(runtime.random.random() * 4)
             if account not in self._told:
                 # What was done is what a caller's successor reads somewhere.
-                await self._operate(runtime, account, len(self._done[account]) + 1)
+                await self._operate(jobs, runtime, account, len(self._done[account]) + 1)
 
-    async def _operate(self, runtime: Node, account: str, seq: int) -> None:
+    async def _operate(self, jobs: Jobs, runtime: Node, account: str, seq: int) -> None:
         """Submit under one number until it is taken, poll until it is done."""
         kind, number, healed = "submit", seq, self._healed()
         while not self._over():
@@ -174,7 +185,7 @@ class RoutesProtocol(Protocol):
             call = Call(kind, account, JOB, number, work=f"{account}:{seq}")
             try:
                 gateway = runtime.random.choice(sorted(GATEWAYS.values()))
-                reply = await runtime.net.call(gateway, call, CALL_S)
+                reply = await self._ask(jobs, runtime, gateway, call)
             except (Unavailable, UnknownOutcome):
                 await runtime.sleep(1.0)
                 if self.resubmits and kind == "poll":
@@ -187,7 +198,8 @@ class RoutesProtocol(Protocol):
                     return
                 kind = "poll"
             elif reply.status in (404, 410):
-                self._judge(account, reply, began)
+                if not self.naive:
+                    self._judge(account, reply, began)
                 if self._is(account, TOMBSTONES):
                     self._told.add(account)
                     return
@@ -195,18 +207,54 @@ class RoutesProtocol(Protocol):
             else:
                 await runtime.sleep(1.0)
 
+    async def _ask(self, jobs: Jobs, runtime: Node, gateway: str, call: Call) -> Reply:
+        """One request as the client's transport sends it: again, while a 404 is doubtful."""
+        kind: Kind = "poll" if call.kind == "poll" else "submit"
+        failures = 0
+        while True:
+            reply: Reply = await runtime.net.call(gateway, call, CALL_S)
+            failures += 1
+            meaning = meaning_of(kind, reply.status, reply.code, "")
+            if not self.naive or meaning == "answer":
+                return reply
+            heard = self._now()
+            step = next_step(
+                kind,
+                meaning,
+                failures=failures,
+                retries=4,
+                state=await self._state(jobs, call.account),
+            )
+            if step not in AGAIN:
+                return reply
+            self._may_doubt(call.account, heard)
+            await runtime.sleep(2.0)
+
+    async def _state(self, jobs: Jobs, account: str) -> str:
+        """What the control plane says; nothing, if it does not answer."""
+        if not self.verifies:
+            return "RUNNING"
+        with contextlib.suppress(HoldfastError):
+            found = await jobs.find(account, JOB)
+            return found.job.state if found else "NOT_FOUND"
+        return ""
+
     # ---- the invariants ------------------------------------------------------------
+
+    def _may_doubt(self, account: str, heard: float) -> None:
+        """Whether the job has been RUNNING at some moment since a 404 was heard."""
+        if "RUNNING" not in self._since(account, heard):
+            raise Violation(f"{account} doubts a 404; its job was {self._since(account, heard)}")
+
+    def _since(self, account: str, began: float) -> list[str | None]:
+        """The states of the account's job from then on, the one at that moment included."""
+        states = self._states[f"{account}/{JOB}"]
+        ends = [*(at for at, _ in states[1:]), float("inf")]
+        return [state for (_, state), until in zip(states, ends, strict=True) if until >= began]
 
     def _judge(self, account: str, reply: Reply, began: float) -> None:
         """Whether the job was gone, or not there, at some moment of the call."""
-        states = self._states[f"{account}/{JOB}"]
-        during = [
-            state
-            for (_, state), until in zip(
-                states, [*(at for at, _ in states[1:]), float("inf")], strict=True
-            )
-            if until >= began
-        ]
+        during = self._since(account, began)
         if reply.status == 404 and None not in during:
             raise Violation(f"{account} heard 404; its job was {during}")
         if reply.status == 410 and not GONE & set(during):
