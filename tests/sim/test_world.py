@@ -134,6 +134,22 @@ def test_clocks_run_at_their_own_speed() -> None:
     assert script.notes == [8.0, 10.0]
 
 
+class _Moment(_Script):
+    async def run(self, runtime: Runtime, name: str) -> None:
+        await runtime.sleep(131.86)
+        until = runtime.now() + 1e-15 * 131
+        while runtime.now() < until:
+            await runtime.sleep(until - runtime.now())
+        self.done = True
+
+
+def test_the_shortest_wait_ends() -> None:
+    """Adding less to the time than its number can show would leave it where it is."""
+    script = _Moment()
+    _play(script, Fault("n0", 1, "skew", 0.94))
+    assert script.done
+
+
 def test_a_watch_delivers_everything_in_order_through_a_cut() -> None:
     class Script(_Script):
         nodes = 2

@@ -39,6 +39,7 @@ _STEPS_MAX = 50_000
 """A schedule that goes on longer than this runs in circles."""
 _TWINS_MAX = 4
 """How many lives of one process may run at the same time."""
+_TICK_S = 1e-6
 _OUTSIDE = contextvars.Context()
 """The context of what belongs to no process: the network and the ledger."""
 
@@ -98,7 +99,9 @@ class Node(Owner):
 
     async def sleep(self, seconds: float) -> None:
         """Wait, by the process's own clock."""
-        await asyncio.sleep(seconds / self.rate)
+        # A wait takes some time, however short: adding less than the clock can show to its time
+        # would leave it where it is, and whoever waits for a moment would wait for ever.
+        await asyncio.sleep(max(seconds / self.rate, _TICK_S) if seconds > 0 else 0.0)
         await self.world.contact(self, "timer")
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
