@@ -3,7 +3,6 @@
 import socket
 
 from gateway.http.wires import HOST, until
-
 from holdfast.gateway.http import Limits, Pool
 
 
