@@ -27,6 +27,7 @@ from holdfast.errors import (
 )
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.logs import Logs
+from holdfast.jobs.openapi import DOCUMENT
 from holdfast.jobs.records import Checkpoint, Job, check_name
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import decode
@@ -95,6 +96,9 @@ class Api:
             return _refusal(error)
 
     async def _route(self, account: str, request: Request) -> Reply:
+        if request.path == "/v1/openapi.json":
+            _only(request, "GET")
+            return _json(DOCUMENT)
         if request.path == "/v1/accounts":
             _only(request, "GET")
             accounts = [{"name": f"accounts/{account}", "displayName": account}]

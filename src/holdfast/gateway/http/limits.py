@@ -31,7 +31,7 @@ class Limits:
     """How much of a body is kept, so that it can be sent again to another upstream."""
     withheld_bytes: int = 64 * 1024
     """How much of an answer's body is kept when the caller is not to see it."""
-    buffer_bytes: int = 256 * 1024
+    buffer_bytes: int = 512 * 1024
     """What may wait to be written, per direction, before reading from the other side stops."""
     waiting_bytes: int = 64 * 1024
     """What may be read before anybody wants it: the start of a body, pipelined requests."""
