@@ -30,22 +30,26 @@ check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup-servers ## Measure; prints tables like those in docs/BENCHMARKS.md
+bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.sample_queue
 	$(BIN)/python -m benchmarks.rendezvous
+	$(BIN)/python -m benchmarks.gateway
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: setup setup-servers setup-sdks setup-long
+.PHONY: setup setup-servers setup-sdks setup-proxies setup-long
 setup:
 	@PYTHON=$(PYTHON) scripts/setup packages
 
 setup-servers: setup
 	@PYTHON=$(PYTHON) scripts/setup servers
+
+setup-proxies: setup
+	@PYTHON=$(PYTHON) scripts/setup proxies
 
 setup-long: setup
 	@PYTHON=$(PYTHON) scripts/setup long
