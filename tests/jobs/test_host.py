@@ -18,7 +18,8 @@ from holdfast.jobs.host import Host
 from holdfast.jobs.launcher import Running, Ticket
 from holdfast.jobs.local import LocalLauncher
 from holdfast.jobs.store import Jobs, Seen
-from holdfast.ledger import LiveRuntime
+from holdfast.ledger import Delete, LiveRuntime
+from holdfast.servers import EtcdServer
 
 TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
 BUDGET = decide.Budget(restarts=3, base_s=0.05, max_s=0.2)
@@ -145,19 +146,64 @@ async def test_of_two_hosts_one_takes_a_job_and_the_other_takes_over(
         assert len(trainers()) == 4
 
 
-async def test_a_host_that_loses_its_lease_stops_everything_and_begins_again(
+async def test_a_host_that_loses_its_lease_keeps_what_is_still_its_own(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The ledger was away for longer than a lease: trainers go on, under another lease."""
+    await jobs.create("a", "j", {})
+    async with host(tmp_path):
+        first = await until(jobs, is_running)
+        pids = [one.pid for one in trainers()]
+        assert first.alive_entry is not None
+        lease = first.alive_entry.lease
+        await jobs.runtime.ledger.revoke(lease)
+        second = await until(
+            jobs, lambda it: it.alive_entry is not None and it.alive_entry.lease != lease
+        )
+        assert (second.job.state, second.job.epoch) == ("RUNNING", first.job.epoch)
+        assert [one.pid for one in trainers()] == pids
+
+
+async def test_a_host_that_loses_its_lease_stops_what_others_have_taken(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     await jobs.create("a", "j", {})
     async with host(tmp_path):
         first = await until(jobs, is_running)
         assert first.alive_entry is not None
-        await jobs.runtime.ledger.revoke(first.alive_entry.lease)
+        keys = jobs.keys
+        taken = decide.fall(first.job, first.job.epoch, "lost", jobs.wall(), BUDGET)
+        # In one moment: the lease's end, and another host's conclusion.
+        await jobs.commit(first, taken, ops=[Delete(keys.alive("a", "j"))])
         second = await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
         async with asyncio.timeout(10):
             while len(trainers()) != 1:
                 await asyncio.sleep(0.01)
         assert second.job.address != first.job.address
+
+
+async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
+    """Without a ledger for long its trainers hold machines for nothing."""
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        url = "etcd://{}:{}?timeout=1".format(*etcd.endpoint)
+        launcher = LocalLauncher({"default": TOY}, tmp_path, url)
+        async with ledger.open(url) as opened:
+            own = Jobs(LiveRuntime(opened), "r", time.time)
+            it = Host(own, launcher, "h", lease_s=2.0, grace_s=1.0, adrift_s=2.0)
+            task = asyncio.create_task(it.run())
+            await own.create("a", "j", {})
+            await until(own, is_running)
+            etcd.pause()
+            try:
+                async with asyncio.timeout(40):
+                    while trainers():
+                        await asyncio.sleep(0.05)
+            finally:
+                etcd.resume()
+            await until(own, lambda it: is_running(it) and it.job.epoch > 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert trainers() == []
 
 
 async def test_a_host_that_died_silently_is_noticed_within_its_lease(

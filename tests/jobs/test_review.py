@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.server
 import json
 import sys
@@ -69,6 +70,7 @@ async def host(
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            gc.collect()  # a task that failed unseen is told of here, not while pytest reports
 
 
 class Through:
@@ -84,20 +86,9 @@ class Through:
 # ---- a host -----------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="RecursionError from decode() ends the host, for ever")
-async def test_a_record_nested_too_deep_harms_nobody_else(jobs: Jobs, tmp_path: Path) -> None:
-    """One record that cannot be read does not keep other jobs from being begun."""
-    deep = b'{"account":"a","id":"deep","spec":{"a":' + b"[" * 5000 + b"]" * 5000 + b"}}"
-    await jobs.runtime.ledger.txn([], [Put(jobs.keys.job("a", "deep"), deep)])
-    await jobs.create("a", "j", {})
-    async with host(tmp_path):
-        await until(jobs, is_running, limit_s=6.0)
-
-
 @pytest.mark.xfail(
     strict=True, reason="what the launcher raises besides HoldfastError ends the tending task"
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "spec",
     [

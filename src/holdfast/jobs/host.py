@@ -1,8 +1,10 @@
 """A host: takes jobs that wait, has their trainers started, and keeps them known as alive.
 
 Everything that a host starts hangs on its lease: the alive keys of its jobs vanish with it.
-A host that loses its lease stops all its trainers at once and begins again with another; what
-they may still do is fenced by the epoch. Invariants:
+A host that loses its lease (the ledger was away, or it was stopped) takes another one and
+renews the signs of life of what is still its own; what others have taken over meanwhile it
+stops. Until then its trainers go on, fenced by the epoch; without any lease for `adrift_s` it
+stops them all. Invariants:
 
 - an incarnation is started only after a transaction made it the job's, and only while nothing
   of an earlier one is known to live;
@@ -36,7 +38,7 @@ from holdfast.jobs.store import Jobs, Seen
 from holdfast.jobs.view import View, keep
 from holdfast.ledger.leases import Keeper
 from holdfast.ledger.records import put
-from holdfast.ledger.types import Delete, same_life
+from holdfast.ledger.types import Delete, absent, same_life, unchanged
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Ended", "Host", "Started", "Taken"]
@@ -101,6 +103,7 @@ class Host:
         capacity: int = 64,
         lease_s: float = DEFAULTS.host_lease_s,
         grace_s: float = 10.0,
+        adrift_s: float = 60.0,
         budget: Budget = Budget(),  # noqa: B008 -- frozen
     ) -> None:
         self._jobs = jobs
@@ -110,6 +113,7 @@ class Host:
         self._capacity = capacity
         self._lease_s = lease_s
         self._grace_s = grace_s
+        self._adrift_s = adrift_s
         self._budget = budget
         self._tending: dict[str, _Tended] = {}
         self._begun: dict[str, int] = {}
@@ -117,21 +121,29 @@ class Host:
         self._view = View(jobs.keys)
         self._dirty: set[str] = set()
         self._wake = asyncio.Event()
-        self._keeper: Keeper
+        self._keeper = Keeper(self._runtime, lease_s)
+        self._leased_at = self._runtime.now()
 
     async def run(self) -> None:
         """Take jobs and look after them."""
-        while True:
-            with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
-                async with Keeper(self._runtime, self._lease_s) as self._keeper:
-                    await self._serve()
-            await self._runtime.sleep(_RETRY_S * (0.5 + self._runtime.random.random()))
+        try:
+            while True:
+                with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
+                    async with Keeper(self._runtime, self._lease_s) as self._keeper:
+                        self._leased_at = self._runtime.now()
+                        await self._serve()
+                if self._runtime.now() - self._leased_at > self._adrift_s:
+                    await self._drop_all()
+                await self._runtime.sleep(_RETRY_S * (0.5 + self._runtime.random.random()))
+        finally:
+            await self._drop_all()
 
     async def _serve(self) -> None:
         """One lease long."""
         key = self._jobs.keys.host(self._name)
         record = put(key, HostRecord(name=self._name), lease=self._keeper.id)
         await self._runtime.ledger.txn([], [record])
+        await self._renew()
         self._view = View(self._jobs.keys)
         tasks = [
             self._runtime.spawn(keep(self._runtime, self._view, self._changed), name="host sees"),
@@ -142,17 +154,39 @@ class Host:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except asyncio.CancelledError:
+            await self._drop_all()  # while there is a lease to give back with it
+            raise
         finally:
+            self._leased_at = self._runtime.now()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._drop_all()
+
+    async def _renew(self) -> None:
+        """Bind the signs of life of what is still ours to the new lease; stop the rest."""
+        for tended in list(self._tending.values()):
+            job = tended.job
+            found = await self._jobs.find(job.account, job.id)
+            mine = found is not None and found.job.epoch == job.epoch
+            if found is None or not mine or (found.alive and found.alive.host != self._name):
+                tended.stop(0.0)
+                continue
+            alive = self._jobs.alive_op(job, self._keeper.id)
+            before = unchanged(found.alive_entry) if found.alive_entry else absent(alive.key)
+            guard = self._jobs.keys.guard(job.account, job.id, job.epoch)
+            txn = await self._runtime.ledger.txn([guard, before], [alive])
+            if txn.succeeded:
+                tended.lease = self._keeper.id
+            else:
+                tended.stop(0.0)
 
     async def _drop_all(self) -> None:
-        """Stop everything: at once when the lease is lost, politely when this host leaves."""
-        tended, self._tending = list(self._tending.values()), {}
+        """Stop everything: at once without a lease, politely when this host leaves."""
+        polite = self._keeper.believes()
+        tended = list(self._tending.values())
         for one in tended:
-            one.stop(self._grace_s if self._keeper.believes() else 0.0)
+            one.stop(self._grace_s if polite else 0.0)
         await asyncio.gather(*(one.task for one in tended if one.task), return_exceptions=True)
 
     def _changed(self, names: set[str]) -> None:
@@ -296,7 +330,7 @@ class Host:
 
     async def _publish(self, job: Job, address: str) -> None:
         """Make the job RUNNING at this address: until it is known to be, or fenced."""
-        while self._keeper.believes():
+        while True:
             try:
                 await self._jobs.update(
                     job.account,
@@ -316,16 +350,17 @@ class Host:
 
         If this host dies before, the key ends by itself and others conclude the same.
         """
-        job, lease = tended.job, tended.lease
-        while self._keeper.lease.id == lease and self._keeper.believes():
+        job = tended.job
+        while True:
             try:
                 found = await self._jobs.get(job.account, job.id)
-                if found.job.epoch != job.epoch:
-                    await self._jobs.clear(job.account, job.id, job.epoch, lease)
-                    return
                 entry = found.alive_entry
-                if entry is None or entry.lease != lease:
+                ours = entry is not None and entry.lease == tended.lease
+                if entry is None or not ours:
                     return  # others have concluded, or will
+                if found.job.epoch != job.epoch:
+                    await self._jobs.clear(job.account, job.id, job.epoch, tended.lease)
+                    return
                 new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)
                 if await self._jobs.commit(
                     found, new, compare=(same_life(entry),), ops=[Delete(entry.key)]
