@@ -296,11 +296,11 @@ def test_every_public_name_is_there() -> None:
 
 
 INTERRUPTED = """
-import signal, threading, time
+import os, signal, threading, time
 from holdfast.client import Target
 from holdfast.client.sdks import run_aside
 target = Target.of("http://127.0.0.1:{port}")
-threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
 try:
     run_aside(target.warm_up(limit_s=60).run())
 except KeyboardInterrupt:

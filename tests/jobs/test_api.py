@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.jobs.api import BODY_BYTES, Api, Reply, Request
+from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.local import log_file
 from holdfast.jobs.logs import Logs
-from holdfast.jobs.records import Checkpoint, Keys
+from holdfast.jobs.records import Checkpoint, Host
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import put
 
@@ -161,10 +162,10 @@ async def test_a_spec_cannot_say_who_a_job_is(caller: Caller) -> None:
 
 async def test_checkpoints(caller: Caller, jobs: Jobs) -> None:
     await caller.ok("POST", JOBS, "rlorTrainerJobId=j", {})
-    keys = Keys("r")
+    who = Incarnation("r", "a", "j", 1)
     for number in range(3):
         saved = Checkpoint(name=f"c{number}", step=number, kind="DCP")
-        await jobs.runtime.ledger.txn([], [put(keys.checkpoints("a", "j") + saved.name, saved)])
+        await jobs.runtime.ledger.txn([who.guard()], [who.saved(saved)])
     page = await caller.ok("GET", f"{JOBS}/j/checkpoints", "pageSize=2")
     assert [one["step"] for one in page["checkpoints"]] == [0, 1]
     rest = await caller.ok("GET", f"{JOBS}/j/checkpoints", f"pageToken={page['nextPageToken']}")
@@ -181,3 +182,15 @@ async def test_logs(caller: Caller, tmp_path: Path) -> None:
     path.write_bytes(b"hello\n\xff")
     told = await caller.ok("GET", f"{JOBS}/j/logs", "offset=2")
     assert (told["text"], told["offset"], told["epoch"]) == ("llo\n�", 7, 1)
+
+
+async def test_what_no_host_can_start_is_refused(caller: Caller, jobs: Jobs) -> None:
+    """Before the id is used up. Without any host, one may still come."""
+    await caller.ok("POST", JOBS, "rlorTrainerJobId=early", {"holdfast": {"trainer": "later"}})
+    host = Host(name="h", trainers=("default", "grpo"))
+    await jobs.runtime.ledger.txn([], [put(jobs.keys.host("h"), host)])
+    for wish in ({"trainer": "gpro"}, {"command": ["x"]}, "x", {"trainer": ["grpo"]}):
+        reply = await caller.ask("POST", JOBS, "rlorTrainerJobId=j", {"holdfast": wish})
+        assert reply.status == 400, reply
+    for name, wish in (("j", {}), ("k", {"trainer": "grpo"})):
+        await caller.ok("POST", JOBS, f"rlorTrainerJobId={name}", {"holdfast": wish})

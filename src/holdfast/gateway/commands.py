@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import os
 import time
 from pathlib import Path
 
@@ -91,13 +92,14 @@ def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object)
     lasting = ledger.lasting(url)
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    events.configure(_file(folder, "serve"), process="serve")
+    _log(folder, run)
     port = asked.port or free_ports(1, asked.host)[0]
     key = asyncio.run(_own_key(lasting, run, asked.account, read_note(folder)))
     scheme = "https" if asked.tls_cert else "http"
     reached = f"{scheme}://{asked.host}:{port}"
-    note = leave_note(folder, Note(url=reached, account=asked.account, key=key))
-    leave_note(state_dir(), Note(url=reached, account=asked.account, key=key))
+    word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
+    note = leave_note(folder, word)
+    leave_note(state_dir(), word)
     parts = _parts(asked, lasting, run, folder, port, _named(trainers))
 
     def announce() -> None:
@@ -192,9 +194,16 @@ def _parts(
     return parts
 
 
-def _file(folder: Path, name: str) -> Path:
+def _log(folder: Path, run: str) -> None:
+    """Take the event log, which has one writer: so there is one `serve` per folder."""
     (folder / "events").mkdir(parents=True, exist_ok=True)
-    return folder / "events" / f"{name}.jsonl"
+    try:
+        events.configure(folder / "events" / "serve.jsonl", process="serve")
+    except Mistake:
+        raise Mistake(
+            f"another `holdfast serve` of the run {run!r} works in {folder}: stop it, or give "
+            "this one another --run or --folder"
+        ) from None
 
 
 async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:

@@ -28,7 +28,7 @@ from holdfast.errors import (
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.openapi import DOCUMENT
-from holdfast.jobs.records import Checkpoint, Job, check_name
+from holdfast.jobs.records import Checkpoint, Host, Job, check_name
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import decode
 
@@ -133,9 +133,28 @@ class Api:
             return _json({_JOBS: [describe(job) for job in jobs], "nextPageToken": last})
         spec = _spec(request.body)
         name = query.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
+        await self._check(spec)
         job = await self._jobs.create(account, name, spec)
         await self._announce(account, name)
         return _json(describe(job))
+
+    async def _check(self, spec: dict[str, Any]) -> None:
+        """Refuse what no host can start: the id would be used up. Without hosts, one may come."""
+        wish = spec.get("holdfast") or {}
+        if not isinstance(wish, dict):
+            raise Mistake("the field 'holdfast' of a job is an object: trainer, or command")
+        found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
+        hosts = [decode(Host, entry) for entry in found.entries]
+        trainer = wish.get("trainer", "default")
+        if not hosts or any(
+            host.any_command or ("command" not in wish and trainer in host.trainers)
+            for host in hosts
+        ):
+            return
+        if "command" in wish:
+            raise Mistake("jobs may not bring their own command here (serve --allow-commands)")
+        known = ", ".join(sorted({name for host in hosts for name in host.trainers})) or "none"
+        raise Mistake(f"no host has a trainer {str(trainer)[:80]!r}; there are: {known}")
 
     async def _of_job(self, account: str, job: str, verb: str | None, request: Request) -> Reply:
         if verb is not None:

@@ -24,7 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.jobs.note import find_service
 from holdfast.machine import state_dir
-from holdfast.text import table
+from holdfast.text import clean, table
 
 __all__ = ["Remote", "jobs"]
 
@@ -105,9 +105,10 @@ def jobs() -> None:
     """Create trainer jobs, and look after them.
 
     \b
-    holdfast jobs create my-job                          the trainer called "default"
-    holdfast jobs create my-job --trainer grpo --wait    and wait until it serves
+    holdfast jobs create my-job                          the trainer called "default"; waits for it
+    holdfast jobs create my-job --trainer grpo --no-wait
     holdfast jobs create my-job -- python t.py {port}    needs serve --allow-commands
+    holdfast jobs key                                    your API key, for the SDKs
     """
 
 
@@ -118,7 +119,9 @@ def jobs() -> None:
 @click.option("--base-model", default="", help="Told to the trainer.")
 @click.option("--display-name", default="")
 @click.option("--spec", default="{}", help="More fields of the job, as JSON.")
-@click.option("--wait/--no-wait", default=True, help="Wait until it is RUNNING.")
+@click.option(
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until it is RUNNING."
+)
 @click.option("--timeout", default=600.0, show_default=True, help="How long to wait: s.")
 @_remote
 def create(
@@ -179,7 +182,13 @@ def list_(remote: Remote, as_json: bool, everything: bool) -> None:
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
     name = job["name"].rpartition("/")[2]
     state = job["state"].removeprefix("JOB_STATE_")
-    return (name, state, str(job["epoch"]), job["updateTime"][:19], job["status"]["message"][:80])
+    return (
+        name,
+        state,
+        str(job["epoch"]),
+        job["updateTime"][:19],
+        clean(job["status"]["message"], 80),
+    )
 
 
 @jobs.command()
@@ -204,6 +213,9 @@ def _verb(verb: str, about: str, *, waits: bool = False) -> None:
             remote.call("POST", remote.job(name, f":{verb}"))
         if wait:
             _wait(remote, name, 600.0)
+        else:
+            state = remote.call("GET", remote.job(name))["state"].removeprefix("JOB_STATE_")
+            click.echo(f"{name} is {state}", err=True)
 
 
 _verb("pause", "Stop a job's trainer; what it has done is kept.")
@@ -211,6 +223,14 @@ _verb("resume", "Let a paused, failed, cancelled or completed job go on.", waits
 _verb("cancel", "Stop a job. It can be resumed.")
 _verb("delete", "End a job for good. Its id is not used again.")
 _verb("archive", "Put a job that has ended away for good. Its id is not used again.")
+
+
+@jobs.command()
+@click.option("--url", envvar="HOLDFAST_URL", hidden=True)
+@click.option("--api-key", envvar="HOLDFAST_API_KEY", hidden=True)
+def key(url: str | None, api_key: str | None) -> None:
+    """Print the API key of your own `holdfast serve`: what the SDKs take as api_key."""
+    click.echo(find_service(state_dir(), url, api_key)[1])
 
 
 @jobs.command()

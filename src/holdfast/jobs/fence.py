@@ -18,8 +18,9 @@ from typing import Any, Self
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.jobs.records import Keys, check_name
-from holdfast.ledger.types import Compare
+from holdfast.jobs.records import Checkpoint, Keys, check_name
+from holdfast.ledger.records import put
+from holdfast.ledger.types import Compare, Put, join
 
 __all__ = ["EPOCH_HEADER", "JOB_HEADER", "Fence", "Incarnation"]
 
@@ -63,6 +64,11 @@ class Incarnation:
     def guard(self) -> Compare:
         """True while nobody has replaced this incarnation: a condition of every effect."""
         return Keys(self.run).guard(self.account, self.job, self.epoch)
+
+    def saved(self, checkpoint: Checkpoint) -> Put:
+        """The operation that tells the control plane of a checkpoint: users list it there."""
+        folder = Keys(self.run).checkpoints(self.account, self.job)
+        return put(folder + join(checkpoint.name)[1:], checkpoint)
 
     def is_meant(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether both headers are there, once each, and say what they should."""

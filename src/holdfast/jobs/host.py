@@ -141,8 +141,12 @@ class Host:
     async def _serve(self) -> None:
         """One lease long."""
         key = self._jobs.keys.host(self._name)
-        record = put(key, HostRecord(name=self._name), lease=self._keeper.id)
-        await self._runtime.ledger.txn([], [record])
+        record = HostRecord(
+            name=self._name,
+            trainers=self._launcher.offers,
+            any_command=self._launcher.any_command,
+        )
+        await self._runtime.ledger.txn([], [put(key, record, lease=self._keeper.id)])
         await self._renew()
         self._view = View(self._jobs.keys)
         tasks = [

@@ -40,6 +40,11 @@ class Running(abc.ABC):
 class Launcher(abc.ABC):
     """Starts trainers. One object per host."""
 
+    offers: tuple[str, ...] = ()
+    """The names of the trainers that it can start; jobs that ask for others are refused."""
+    any_command: bool = True
+    """Whether it starts whatever a job brings."""
+
     @abc.abstractmethod
     async def start(self, ticket: Ticket) -> Running:
         """Begin an incarnation. Raises `Mistake` when this spec can never be started."""

@@ -54,7 +54,8 @@ class LocalLauncher(Launcher):
         self._trainers = dict(trainers)
         self._folder = folder
         self._ledger_url = ledger_url
-        self._allow_commands = allow_commands
+        self.offers = tuple(sorted(self._trainers))
+        self.any_command = allow_commands
         self._host = host
         self._health_path = health_path
         self._start_s = start_s
@@ -86,7 +87,7 @@ class LocalLauncher(Launcher):
             raise Mistake("the field 'holdfast' of a job is an object: trainer, or command")
         if "command" in wish:
             command = wish["command"]
-            if not self._allow_commands:
+            if not self.any_command:
                 raise Mistake(
                     "jobs may not bring their own command here: name a trainer, or start "
                     "`holdfast serve` with --allow-commands"

@@ -128,8 +128,10 @@ class Host(Record, frozen=True, kw_only=True):
     """A process that starts trainers."""
 
     name: str
-    address: str = ""
-    pid: int = 0
+    trainers: tuple[str, ...] = ()
+    """The trainers that jobs may name here."""
+    any_command: bool = False
+    """Whether jobs may bring commands of their own."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):

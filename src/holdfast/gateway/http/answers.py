@@ -5,12 +5,12 @@ An answer that cannot be understood without doubt is `Malformed`: it is as good 
 
 import re
 
-import httptools
 import msgspec
 
 from holdfast.gateway.http.framing import Chunked, Decoder, Lengthed, Malformed, UntilClose
 from holdfast.gateway.http.head import Fields, plain
 from holdfast.gateway.http.limits import Limits
+from holdfast.gateway.http.llhttp import httptools
 
 __all__ = ["Answer", "parse_answer"]
 

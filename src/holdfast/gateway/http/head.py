@@ -10,10 +10,10 @@ import re
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-import httptools
 import msgspec
 
 from holdfast.gateway.http.limits import Limits
+from holdfast.gateway.http.llhttp import httptools
 from holdfast.gateway.http.trouble import Rejected
 
 __all__ = ["METHODS", "Fields", "Head", "parse_request", "plain", "unclean"]

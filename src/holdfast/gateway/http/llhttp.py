@@ -1,0 +1,10 @@
+"""The parser under the engine, or one clear sentence when it is not installed."""
+
+from holdfast.errors import MissingPackage
+
+try:
+    import httptools
+except ImportError as error:
+    raise MissingPackage("the gateway needs httptools: pip install 'holdfast[gateway]'") from error
+
+__all__ = ["httptools"]
