@@ -30,6 +30,7 @@ from holdfast.gateway.http import run
 from holdfast.gateway.process import GatewaySettings
 from holdfast.jobs import decide
 from holdfast.jobs.accounts import Accounts
+from holdfast.jobs.serving import SETTINGS
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
 
@@ -88,8 +89,8 @@ class Ours:
             run="bench", ledger=self.url, name="gateway", folder=str(folder), port=port
         )
         argv = [sys.executable, "-m", "holdfast.gateway.process"]
-        argv.append(msgspec.json.encode(settings).decode())
-        self.child = procs.spawn(argv, log=folder / "gateway.log")
+        env = {SETTINGS: msgspec.json.encode(settings).decode()}
+        self.child = procs.spawn(argv, env=env, log=folder / "gateway.log")
 
     async def __aenter__(self) -> "Ours":
         opened = await self._stack.enter_async_context(ledger.open(self.url))

@@ -48,7 +48,9 @@ _SHM = Path("/dev/shm")  # noqa: S108 -- not a temporary file: the file system i
 
 # Extra -> the modules that it brings.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "client": ("httpx",),
     "etcd": ("aiohttp",),
+    "gateway": ("httptools", "uvloop"),
     "mooncake": ("mooncake",),
     "train": ("torch", "safetensors", "transformers"),
     "transfer": ("numpy", "xxhash"),

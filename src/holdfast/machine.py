@@ -4,6 +4,7 @@ Linux-shaped: everything but the user's own folder comes from /proc. Nothing is 
 mount can change under a running process.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -14,9 +15,11 @@ from holdfast.errors import Unavailable
 __all__ = [
     "NETWORK_FILE_SYSTEMS",
     "UNKNOWN_FILE_SYSTEM",
+    "begun_at",
     "boot_id",
     "file_system_of",
     "is_network_file_system",
+    "listeners",
     "mounts",
     "state_dir",
 ]
@@ -108,3 +111,30 @@ def state_dir() -> Path:
     folder = Path(home) / "holdfast"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+def begun_at(pid: int) -> int:
+    """When a process began, in ticks since boot; 0 when it is not there."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def listeners(port: int) -> list[int]:
+    """The processes that listen at a TCP port, as far as we may know."""
+    inodes = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if table.exists():
+            for line in table.read_text().splitlines()[1:]:
+                cells = line.split()
+                if cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{cells[9]}]")
+    found = []
+    for process in Path("/proc").iterdir() if inodes else ():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(str(one.readlink()) in inodes for one in (process / "fd").iterdir()):
+                    found.append(int(process.name))
+    return found

@@ -53,6 +53,8 @@ class Dumb:
     """How long a played answer is held back."""
     came: list[Came] = field(default_factory=list)
     asked: int = 0
+    questions: list[Mapping[str, str]] = field(default_factory=list)
+    """The headers of what the control plane was asked."""
     port: int = 0
 
     @property
@@ -94,6 +96,7 @@ class Dumb:
 
     async def _control(self, request: web.Request) -> web.Response:
         self.asked += 1
+        self.questions.append(request.headers)
         if request.headers.get("x-api-key") != self.key:
             answer = problem(401, "unauthorized", "no such key")
         elif self.control is not None:
@@ -115,7 +118,7 @@ class Dumb:
         app.router.add_get(f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs/{JOB}", self._control)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=2048)
         await site.start()
         self.port = runner.addresses[0][1]
         try:

@@ -32,9 +32,9 @@ BASE = "/training/v1/rlorTrainerJobs/acme/one"
         ("POST", f"{BASE}/api/v1/create_model", "submit"),
         ("POST", f"{BASE}/api/v1/retrieve_future", "poll"),
         ("POST", "/api/v1/retrieve_futures", "poll"),
+        ("POST", f"{BASE}/api/v1/get_info", "poll"),
         # A 404 to these is an answer that clients learn from.
         ("POST", "/api/v1/client/dynamic_config", "other"),
-        ("POST", "/api/v1/get_info", "other"),
         ("GET", "/api/v1/healthz", "other"),
         ("GET", "/api/v1/forward_backward", "other"),
         ("POST", "/api/v1/forward_backward/more", "other"),

@@ -11,7 +11,7 @@ import pytest
 from holdfast import client as clients
 from holdfast import events
 from holdfast.client import Client, Target
-from holdfast.client.target import _proxy
+from holdfast.client.addresses import proxy_of
 from holdfast.errors import Gone, HoldfastError, Mistake, NotFound, TimedOut
 from holdfast.ledger import Ledger
 from holdfast.retry import Policy
@@ -183,6 +183,20 @@ async def test_mistakes_are_told_before_anything_is_sent() -> None:
         ({"gateway": "ftp://x"}, "not the URL of a gateway"),
         ({"gateway": "http://x", "account": "a"}, "both account and job"),
         ({"gateway": "http://x", "control": "http://y"}, "give account and job"),
+        ({"gateway": "http://x", "account": "a/../b", "job": "j"}, "account .* is not valid"),
+        ({"gateway": "http://x", "account": "a", "job": "J?"}, "job .* is not valid"),
+        ({"gateway": "http://["}, "not the URL of a gateway"),
+        ({"gateway": "http://x:y"}, "not the URL of a gateway"),
+        ({"gateway": "http://x\n"}, "not the URL of a gateway"),
+        ({"gateway": "http://x?key=1"}, "no query"),
+        ({"gateway": "http://x#y"}, "no fragment"),
+        ({"gateway": "http://me@x"}, "no password"),
+        (
+            {"gateway": "http://x", "account": "a", "job": "j", "control": "http://a:b@y"},
+            "no password",
+        ),
+        ({"gateway": "http://x", "api_key": "tml-x "}, "API key"),
+        ({"gateway": "http://x", "api_key": "tml-\xfc"}, "API key"),
     ],
 )
 def test_targets_that_make_no_sense(how: dict[str, str], words: str) -> None:
@@ -191,19 +205,19 @@ def test_targets_that_make_no_sense(how: dict[str, str], words: str) -> None:
         Target.of(**how)  # type: ignore[arg-type]  # all of it is text
 
 
-def test_a_target_keeps_its_key_to_itself_and_its_names_apart() -> None:
-    """A key is in no repr; a name cannot add a level to a path."""
-    target = Target.of("http://x/", api_key="tml-secret", account="a/../b", job="j?")
+def test_a_target_keeps_its_key_to_itself() -> None:
+    """A key is in no repr."""
+    target = Target.of("http://x/", api_key="tml-secret", account="a", job="j-1")
     assert "tml-secret" not in repr(target)
-    assert target.base_url == "http://x/training/v1/rlorTrainerJobs/a%2F..%2Fb/j%3F"
+    assert target.base_url == "http://x/training/v1/rlorTrainerJobs/a/j-1"
 
 
 def test_a_proxy_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """What httpx does for its own transports is done for ours."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
-    assert _proxy("https://gateway.example/x") == "http://127.0.0.1:3128"
-    assert _proxy("https://inside.example:8443/x") is None
+    assert proxy_of("https://gateway.example/x") == "http://127.0.0.1:3128"
+    assert proxy_of("https://inside.example:8443/x") is None
 
 
 def test_a_wrapper_that_is_not_there() -> None:

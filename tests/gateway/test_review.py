@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 
 from gateway.service import TOY, serve, wait_for
 from holdfast import ledger, procs
@@ -49,9 +48,6 @@ def said(folder: Path) -> str:
     return (folder / "serve.log").read_text()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a description nested just deep enough ends every host, for ever"
-)
 def test_one_callers_job_does_not_end_the_host(tmp_path: Path) -> None:
     """Every description that is accepted can be read by everybody who must."""
     with serve(tmp_path, "--lease", "2") as service:
@@ -67,7 +63,6 @@ def test_one_callers_job_does_not_end_the_host(tmp_path: Path) -> None:
         assert [one.pid for one in service.processes("host_process")] == [host]
 
 
-@pytest.mark.xfail(strict=True, reason="with SO_REUSEPORT two services share a port unnoticed")
 def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
     """The second one says that the port is taken; callers of the first one hear no 401."""
     with serve(tmp_path / "one") as first:
@@ -81,7 +76,6 @@ def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
             assert collections.Counter(asked) == {200: 40}
 
 
-@pytest.mark.xfail(strict=True, reason="whoever answers at the port is announced as our own")
 def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
     """The user's key would go to them."""
 
@@ -106,7 +100,6 @@ def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
             thread.join()
 
 
-@pytest.mark.xfail(strict=True, reason="a key without a certificate is ignored: plain HTTP")
 def test_tls_is_not_left_out_silently(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     key.write_text("key")
@@ -116,7 +109,6 @@ def test_tls_is_not_left_out_silently(tmp_path: Path) -> None:
         assert "serving at http:" not in said(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="with TLS, nobody looks whether a gateway is there")
 def test_a_certificate_that_cannot_be_read_is_said_before_anything_is_announced(
     tmp_path: Path,
 ) -> None:
@@ -127,14 +119,12 @@ def test_a_certificate_that_cannot_be_read_is_said_before_anything_is_announced(
         assert "serving at" not in said(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="a ledger in memory is one per process: every key is wrong")
 def test_a_ledger_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     with started(tmp_path, procs.free_ports(1)[0], url="memory:") as child:
         wait_for(lambda: not child.alive() or "serving at" in said(tmp_path), "it says so")
         assert "serving at" not in said(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="settings, with the ledger's password, are in the argv")
 def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
     """Command lines are everybody's to read."""
     settings = GatewaySettings(
@@ -151,7 +141,6 @@ def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
         part.end(0.0)
 
 
-@pytest.mark.xfail(strict=True, reason="an address of IPv6 is written into URLs without brackets")
 def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
     with started(tmp_path, procs.free_ports(1)[0], "--host", "::1"):
         wait_for(lambda: "serving at" in said(tmp_path), "it says so")
@@ -164,9 +153,6 @@ def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
 # ---- one gateway, with what it knows in our hands --------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the default job is looked up in the table only, and 404 follows from that"
-)
 async def test_the_default_job_is_not_missing_because_a_watch_lags(tmp_path: Path) -> None:
     """On /api/v1/… too, "not found" needs a reading of the ledger."""
     async with ledger.open(f"sqlite:///{tmp_path}/ledger.db") as opened:
@@ -201,7 +187,6 @@ def _ask(port: int, path: str, key: str) -> int:
         connection.close()
 
 
-@pytest.mark.xfail(strict=True, reason="readings that nobody waits for any more pile up")
 async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> None:
     """Names cost a caller nothing: what is begun for them must end with their requests."""
     async with ledger.open(f"sqlite:///{tmp_path}/ledger.db") as opened:
@@ -228,7 +213,6 @@ async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> No
         assert left <= 2 * 64, f"{left} tasks for callers that have left"
 
 
-@pytest.mark.xfail(strict=True, reason="the gateway compares names as they are encoded")
 def test_a_name_may_be_percent_encoded(tmp_path: Path) -> None:
     """%6a is j, as the control plane says too: a 404 would not be true."""
     with serve(tmp_path) as service:

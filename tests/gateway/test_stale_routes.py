@@ -60,6 +60,16 @@ def kill_trainer(service: Service) -> None:
     service.kill("counting_trainer.py")
 
 
+def _move(service: Service, said: list[dict[str, Any]]) -> None:
+    """Kill the trainer after it has done a step, and wait for its successor."""
+    steps = len(said)
+    wait_for(lambda: len(said) > steps + 1, "a step of its own", 60)
+    epoch = service.ask("GET", service.jobs("one")).json["epoch"]
+    kill_trainer(service)
+    wait_for(lambda: service.ask("GET", service.jobs("one")).json["epoch"] > epoch, "the next")
+    service.wait("one")
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["tinker", "fireworks"])
 def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) -> None:
@@ -81,15 +91,7 @@ def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) ->
         working = threading.Thread(target=work)
         working.start()
         for _ in range(2):
-            steps = len(said)
-            wait_for(lambda steps=steps: len(said) > steps, "a step", 60)
-            epoch = service.ask("GET", service.jobs("one")).json["epoch"]
-            kill_trainer(service)
-            wait_for(
-                lambda old=epoch: service.ask("GET", service.jobs("one")).json["epoch"] > old,
-                "the next incarnation",
-            )
-            service.wait("one")
+            _move(service, said)
         moved.set()
         working.join(120)
         assert not working.is_alive()

@@ -77,8 +77,10 @@ async def storm(
 
 async def _through(tmp_path: Path, callers: int, kills: int, seed: int, ledger: str) -> None:
     jobs = ["one", "two"]
-    flags = ("--account", "acme", "--gateways", "2", "--lease", "2", "--lag", "1")
-    flags = (*flags, "--max-restarts", "1000")
+    flags = (
+        *("--account", "acme", "--gateways", "2", "--lease", "2", "--lag", "1"),
+        *("--max-restarts", "1000"),
+    )
     with serve(tmp_path, *flags, ledger=ledger, trainer=TRAINER) as service:
         service.account = "acme"
         for job in jobs:

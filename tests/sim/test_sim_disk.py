@@ -489,9 +489,10 @@ def _drawn(possible: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
 
 def test_a_protocol_without_a_disk_has_none_of_its_faults() -> None:
     """Each fault that can meet a step is drawn, and no other, with a disk and without."""
-    without = pairs(disk=False, store=True)
+    without = pairs(disk=False, store=True, net=True)
     assert not any(kind in ("full", "power") or step in DISK for kind, step in without)
-    assert set(pairs(disk=True)) == {one for one in PAIRS if not one[1].startswith("store.")}
+    elsewhere = ("store.", "net.")
+    assert set(pairs(disk=True)) == {one for one in PAIRS if not one[1].startswith(elsewhere)}
     assert set(PAIRS) - set(without) == {
         (kind, step)
         for kind, step in PAIRS
@@ -505,7 +506,7 @@ def test_a_protocol_without_a_disk_has_none_of_its_faults() -> None:
 
 def test_pairs_that_cannot_meet_are_left_out() -> None:
     never = frozenset({("expire", "disk.sync")})
-    possible = pairs(disk=True, store=True, never=never)
+    possible = pairs(disk=True, store=True, net=True, never=never)
     assert set(PAIRS) - set(possible) == never
     table = Table(possible)
     table.steps["disk.sync"] = 1

@@ -9,6 +9,7 @@ nothing here ever takes a new one.
 """
 
 import importlib.util
+import ssl
 from typing import Any, Literal
 
 from holdfast.errors import MissingPackage, Mistake
@@ -18,11 +19,12 @@ if importlib.util.find_spec("httpx") is None:
 
 from holdfast.client import fireworks, native, tinker
 from holdfast.client.control import ControlPlane
-from holdfast.client.happenings import Doubted, Probed, Ready
+from holdfast.client.happenings import Doubted, Probed, Ready, Retried
 from holdfast.client.native import Client, Future
 from holdfast.client.target import Target
 from holdfast.client.transport import POLICY, VerifiedTransport
 from holdfast.client.warmup import LIMIT_S, Probe, WarmUp
+from holdfast.retry import Policy
 
 __all__ = [
     "LIMIT_S",
@@ -54,15 +56,26 @@ def connect(
     sdk: Sdk = "native",
     warm_up_s: float = LIMIT_S,
     probe: Probe | None = None,
+    policy: Policy = POLICY,
+    tls: ssl.SSLContext | None = None,
     **options: Any,
 ) -> Any:
     """Warm up the data path of a job, and give a client of it.
 
     `sdk` says which: "tinker" a `tinker.ServiceClient`, "fireworks" a
     `FiretitanServiceClient` (both block while they warm up; `options` are theirs), "native" a
-    `Client`, which warms up when it is entered. `Target.of` explains the addresses.
+    `Client`, which warms up when it is entered. `Target.of` explains the addresses, `policy`
+    (of the verified retry) and `tls` (for certificates of one's own).
     """
-    target = Target.of(gateway, api_key=api_key, account=account, job=job, control=control)
+    target = Target.of(
+        gateway,
+        api_key=api_key,
+        account=account,
+        job=job,
+        control=control,
+        policy=policy,
+        tls=tls,
+    )
     if sdk == "tinker":
         return tinker.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
     if sdk == "fireworks":

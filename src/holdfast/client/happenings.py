@@ -13,7 +13,7 @@ class Doubted(Event, frozen=True, tag="client.doubted"):
     labels: ClassVar[tuple[str, ...]] = ("kind", "step")
 
     kind: str
-    """What got it: submit or poll."""
+    """What got it: submit, or poll (which changes nothing)."""
     path: str
     failures: int
     """How many there were so far."""

@@ -74,7 +74,8 @@ GONE: Final = frozenset(
 CODE_CHARS: Final = 200
 
 _API = "/api/v1/"
-_POLLS: Final = frozenset({"retrieve_future", "retrieve_futures"})
+_POLLS: Final = frozenset({"get_info", "retrieve_future", "retrieve_futures"})
+"""They change nothing."""
 _SUBMITS: Final = frozenset(
     {
         "asample",
@@ -140,7 +141,7 @@ def words_of(body: bytes) -> tuple[str, str]:
     """The code and the message of an error's body; empty where it has none."""
     try:
         said = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "", ""
     error = said.get("error") if isinstance(said, Mapping) else None
     if not isinstance(error, Mapping):

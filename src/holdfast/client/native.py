@@ -16,8 +16,10 @@ up a future by its request id.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -25,11 +27,12 @@ import httpx
 import msgspec
 
 from holdfast import events
+from holdfast.client.bodies import fault_of, plain, raw_of
 from holdfast.client.happenings import Retried
 from holdfast.client.meaning import SHOULD_RETRY, as_error, words_of
 from holdfast.client.target import Target
 from holdfast.client.warmup import LIMIT_S, Probe
-from holdfast.errors import HoldfastError, Mistake, Retriable, TimedOut, Unavailable
+from holdfast.errors import HoldfastError, Mistake, Retriable, TimedOut, TooLarge, Unavailable
 from holdfast.retry import Attempt, Policy, delay_s
 
 __all__ = ["Client", "Future", "connect"]
@@ -42,8 +45,11 @@ POLL_S: Final = 45.0
 PACE_S: Final = 0.2
 """Polls that are not held are at least so far apart."""
 RESULT_S: Final = 3600.0
+RESULT_BYTES: Final = 1 << 30
+ANSWER_BYTES: Final = 1 << 20
+"""As much is read of answers that are not results."""
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
-_PENDING = object()
+_JSON = "application/json"
 
 
 def connect(
@@ -52,9 +58,16 @@ def connect(
     warm_up_s: float = LIMIT_S,
     probe: Probe | None = None,
     model_id: str = "",
+    max_result_bytes: int = RESULT_BYTES,
 ) -> "Client":
     """A client that warms up when it is entered (`async with`). 0 s: no warm-up."""
-    return Client(target, warm_up_s=warm_up_s, probe=probe, model_id=model_id)
+    return Client(
+        target,
+        warm_up_s=warm_up_s,
+        probe=probe,
+        model_id=model_id,
+        max_result_bytes=max_result_bytes,
+    )
 
 
 class Client:
@@ -67,8 +80,10 @@ class Client:
         warm_up_s: float = 0.0,
         probe: Probe | None = None,
         model_id: str = "",
+        max_result_bytes: int = RESULT_BYTES,
     ) -> None:
         self.target = target
+        self._max_result_bytes = max_result_bytes
         self._warm_up_s, self._probe, self._model_id = warm_up_s, probe, model_id
         headers = {"x-api-key": target.api_key} if target.api_key else {}
         self._http = httpx.AsyncClient(
@@ -105,7 +120,11 @@ class Client:
     # ---- sessions and models -----------------------------------------------------
 
     async def create_session(self, **more: Any) -> str:
-        """Begin a session; it lives as long as it is sent heartbeats."""
+        """Begin a session; it lives as long as it is sent heartbeats.
+
+        It has no number: if the answer gets lost, the next attempt begins another one, and the
+        first ends for want of heartbeats.
+        """
         ask = {
             "type": "create_session",
             "tags": [],
@@ -137,8 +156,7 @@ class Client:
 
     async def info(self, model_id: str) -> dict[str, Any]:
         """What a model is. Raises `NotFound` when there is none."""
-        said = await self._call("get_info", {"type": "get_info", "model_id": model_id})
-        return dict(said)
+        return await self._call("get_info", {"type": "get_info", "model_id": model_id})
 
     # ---- operations --------------------------------------------------------------
 
@@ -178,17 +196,22 @@ class Client:
     # ---- HTTP --------------------------------------------------------------------
 
     async def _call(
-        self, name: str, ask: Mapping[str, Any] | bytes, content_type: str = "application/json"
-    ) -> Any:
+        self, name: str, ask: Mapping[str, Any] | bytes, content_type: str = _JSON
+    ) -> dict[str, Any]:
         body = ask if isinstance(ask, bytes) else msgspec.json.encode(ask)
         if not name.replace("_", "").isalnum() or not name.isascii():
             raise Mistake(f"{name[:80]!r} is not the name of an operation")
+        until = time.monotonic() + SUBMIT.deadline_s
 
-        async def once() -> Any:
-            response = await self._post(name, body, content_type, _TIMEOUT)
-            if response.status_code != 200:
-                raise _error(response, name)
-            return _decode(response)
+        async def once() -> dict[str, Any]:
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    answer = await self._post(name, body, content_type, _TIMEOUT)
+            except TimeoutError:
+                raise TimedOut(f"{name}: no answer within {SUBMIT.deadline_s:.3g} s") from None
+            if answer.status != 200:
+                raise answer.error(name)
+            return answer.json(name)
 
         def tell(attempt: Attempt) -> None:
             if attempt.error is not None:
@@ -202,31 +225,40 @@ class Client:
         body: bytes,
         content_type: str,
         timeout: httpx.Timeout,
-        accept: str = "application/json",
-    ) -> httpx.Response:
-        headers = {"content-type": content_type, "accept": accept}
+        accept: str = _JSON,
+        limit: int = ANSWER_BYTES,
+    ) -> "_Answer":
+        headers = {"content-type": content_type, "accept": accept, "accept-encoding": "gzip"}
         try:
-            return await self._http.post(
-                f"/api/v1/{name}", content=body, headers=headers, timeout=timeout
-            )
-        except httpx.TransportError as error:
-            # It may have arrived. Sending it again is right all the same: it has a number.
-            raise Unavailable(f"{name}: {type(error).__name__}: {error}") from error
+            async with self._http.stream(
+                "POST", f"/api/v1/{name}", content=body, headers=headers, timeout=timeout
+            ) as response:
+                raw, whole = await raw_of(response, limit)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            # It may have arrived. Sending it again is right all the same: it has a number, or
+            # changes nothing, or begins a session; one that nobody knows of ends by itself.
+            raise fault_of(error, name) from None
+        if not whole:
+            raise TooLarge(f"{name}: an answer of more than {limit} bytes")
+        unpacked = plain(raw, response.headers.get("content-encoding", ""), limit)
+        return _Answer(response.status_code, response.headers, unpacked)
 
     async def _poll(self, request_id: str, accept: str) -> Any:
-        """One poll: the result, or `_PENDING`."""
+        """One poll: the result, or that it is `_Pending`."""
         body = msgspec.json.encode({"request_id": request_id, "allow_metadata_only": False})
         timeout = httpx.Timeout(POLL_S, connect=10.0)
-        response = await self._post("retrieve_future", body, "application/json", timeout, accept)
-        if response.status_code == 408:
-            return _PENDING
-        if response.status_code != 200:
-            raise _error(response, f"future {request_id}")
-        if not response.headers.get("content-type", "").startswith("application/json"):
-            return response.content
-        said = _decode(response)
+        answer = await self._post(
+            "retrieve_future", body, _JSON, timeout, accept, self._max_result_bytes
+        )
+        if answer.status == 408:
+            return _Pending(answer.wish_s)
+        if answer.status != 200:
+            raise answer.error(f"future {request_id}")
+        if answer.kind != _JSON and answer.body and answer.kind in _kinds(accept):
+            return answer.body
+        said = answer.json(f"future {request_id}")
         if said.get("type") == "try_again":
-            return _PENDING
+            return _Pending(answer.wish_s)
         if "error" in said:
             kind = Mistake if said.get("category") == "user" else HoldfastError
             raise kind(f"operation {request_id} failed: {str(said['error'])[:2000]}")
@@ -243,30 +275,34 @@ class Future:
     async def result(
         self, *, timeout_s: float = RESULT_S, accept: str = "application/json"
     ) -> Any:
-        """Poll until there is a result: JSON decoded, anything else as bytes.
+        """Poll until there is a result: JSON decoded, another type that `accept` names as bytes.
 
-        Raises `Mistake` when the operation was refused, `Gone` or `NotFound` when nobody will
-        ever answer, `TimedOut` after `timeout_s`; the operation goes on after the last.
+        What is neither (a page, or nothing at all) is no result, and polled again. Raises
+        `Mistake` when the operation was refused, `TooLarge` beyond the client's
+        `max_result_bytes`, `Gone` or `NotFound` when nobody will ever answer, `TimedOut` after
+        `timeout_s`; the operation goes on after the last.
         """
+        if "*" in accept:
+            raise Mistake("ask for a content type by its name: anything else is no result")
         until, failures = time.monotonic() + timeout_s, 0
-        while True:
-            begun = time.monotonic()
-            if begun > until:
-                raise TimedOut(
-                    f"no result of {self.request_id} after {timeout_s:.3g} s: ask again later"
-                )
-            pause_s = PACE_S
+        while (begun := time.monotonic()) < until:
+            pause_s, wish_s = PACE_S, 0.0
             try:
-                said = await self._client._poll(self.request_id, accept)
-                failures = 0
-                if said is not _PENDING:
+                async with asyncio.timeout(until - begun):
+                    said = await self._client._poll(self.request_id, accept)
+                if not isinstance(said, _Pending):
                     return said
+                failures, wish_s = 0, said.wish_s
+            except TimeoutError:
+                break
             except Retriable as error:
-                failures += 1
+                failures, wish_s = failures + 1, error.retry_after_s
                 pause_s = max(PACE_S, delay_s(SUBMIT, failures, 0.0))
-                _tell("retrieve_future", failures, "retry", error, pause_s)
-            # A poll that was held has had its pause.
-            await asyncio.sleep(max(0.0, begun + pause_s - time.monotonic()))
+                _tell("retrieve_future", failures, "retry", error, max(pause_s, wish_s))
+            # A poll that was held has had its pause; a wish counts from the answer.
+            now = time.monotonic()
+            await asyncio.sleep(max(0.0, min(max(begun + pause_s - now, wish_s), until - now)))
+        raise TimedOut(f"no result of {self.request_id} after {timeout_s:.3g} s: ask again later")
 
 
 def _tell(name: str, failures: int, verdict: str, error: Exception, pause_s: float) -> None:
@@ -277,22 +313,54 @@ def _tell(name: str, failures: int, verdict: str, error: Exception, pause_s: flo
     )
 
 
-def _error(response: httpx.Response, doing: str) -> HoldfastError:
-    should_retry = response.headers.get(SHOULD_RETRY, "")
-    words = words_of(response.content)
-    error = as_error(response.status_code, *words, doing, should_retry=should_retry)
-    with contextlib.suppress(ValueError):  # nonsense is no wish
-        error.retry_after_s = float(response.headers.get("retry-after-ms", "0")) / 1000
-    return error
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    wish_s: float
 
 
-def _decode(response: httpx.Response) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(response.content or b"{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Unavailable(
-            f"an answer that is not JSON came from {response.request.url}"
-        ) from error
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came, whole and unpacked."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def kind(self) -> str:
+        """Its content type, without parameters."""
+        return _kind(self.headers.get("content-type", ""))
+
+    @property
+    def wish_s(self) -> float:
+        """How long the other side asks us to wait; nonsense is no wish."""
+        try:
+            wish_s = float(self.headers.get("retry-after-ms", "0")) / 1000
+        except ValueError:
+            return 0.0
+        return wish_s if 0 < wish_s < math.inf else 0.0
+
+    def error(self, doing: str) -> HoldfastError:
+        """What it amounts to, as an error."""
+        should_retry = self.headers.get(SHOULD_RETRY, "")
+        error = as_error(self.status, *words_of(self.body), doing, should_retry=should_retry)
+        error.retry_after_s = self.wish_s
+        return error
+
+    def json(self, doing: str) -> dict[str, Any]:
+        """The object that it holds. Raises `Unavailable`: no trainer answers anything else."""
+        if self.kind == _JSON:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                return msgspec.json.decode(self.body, type=dict[str, Any])
+        raise Unavailable(f"{doing}: the answer is no JSON object ({self.kind[:80]!r})")
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _kinds(accept: str) -> set[str]:
+    return {_kind(one) for one in accept.split(",")}
 
 
 def _member(said: Mapping[str, Any], name: str) -> str:

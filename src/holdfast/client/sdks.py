@@ -1,15 +1,19 @@
 """What the wrappers of other people's client libraries share."""
 
 import asyncio
+import contextlib
 import importlib
 import importlib.metadata
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from holdfast.errors import MissingPackage, Mistake
 
 __all__ = ["no_seam", "run_aside", "sdk"]
+
+_END_S = 5.0
 
 
 def sdk(module: str, package: str) -> Any:
@@ -22,28 +26,44 @@ def sdk(module: str, package: str) -> Any:
         ) from error
 
 
-def no_seam(package: str, what: str) -> NoReturn:
+def no_seam(package: str, tested: str, what: str) -> NoReturn:
     """Say that this version of a client library does not have what we hold on to."""
     version = importlib.metadata.version(package)
     raise Mistake(
         f"{package} {version} has no {what}: its requests cannot be verified, and a 404 would "
-        "be raised as it comes. Use a version that Holdfast was tested with (README), or "
+        f"be raised as it comes. Use the version that Holdfast is tested with ({tested}), or "
         "holdfast.client.native"
     )
 
 
 def run_aside(work: Coroutine[Any, Any, None]) -> None:
-    """Run something asynchronous from code that may or may not have an event loop."""
+    """Run something asynchronous from code that may or may not have an event loop.
+
+    Whoever interrupts this (Ctrl-C) ends the work, too.
+    """
     failure: list[BaseException] = []
+    begun: Future[Callable[[], object]] = Future()
+
+    async def main() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        await work
 
     def run() -> None:
         try:
-            asyncio.run(work)
+            asyncio.run(main())
         except BaseException as error:  # noqa: BLE001 -- raised below, in the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=run, name="holdfast-warm-up", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # it has ended by itself
+            begun.result(_END_S)()
+            thread.join(_END_S)
+        raise
     if failure:
         raise failure[0]

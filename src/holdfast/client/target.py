@@ -4,16 +4,17 @@ import importlib.util
 import ssl
 from dataclasses import dataclass, field
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from holdfast.client.addresses import check_key, check_url, proxy_of
 from holdfast.client.control import ControlPlane
+from holdfast.client.renewal import RenewingTransport
 from holdfast.client.tls import verify
 from holdfast.client.transport import POLICY, VerifiedTransport
 from holdfast.client.warmup import LIMIT_S, Probe, WarmUp
 from holdfast.errors import Mistake
+from holdfast.jobs.records import check_name
 from holdfast.retry import Policy
 
 __all__ = ["Target"]
@@ -32,7 +33,12 @@ class Target:
     control: ControlPlane | None = None
     """Who is asked about a 404. Without one, a 404 is given to the caller as it is."""
     policy: Policy = POLICY
-    tls: ssl.SSLContext | bool = True
+    tls: ssl.SSLContext | None = None
+    """Whose certificates are trusted, if not the usual ones. There is no TLS without."""
+
+    def __post_init__(self) -> None:
+        check_url(self.base_url)
+        check_key(self.api_key)
 
     @classmethod
     def of(
@@ -44,24 +50,22 @@ class Target:
         job: str = "",
         control: str = "",
         policy: Policy = POLICY,
-        tls: ssl.SSLContext | bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> Self:
         """The target behind a gateway's URL.
 
         With `account` and `job`, the data path is theirs, and their state is asked for at
         `control` (the gateway's own host, if empty). Without, `gateway` is the data path, and
-        nobody is asked.
+        nobody is asked. A URL has no password, no query and no fragment.
         """
-        if urlsplit(gateway).scheme not in ("http", "https") or not urlsplit(gateway).netloc:
-            raise Mistake(f"{gateway[:200]!r} is not the URL of a gateway (http:// or https://)")
+        base = check_url(gateway)
         if bool(account) != bool(job):
             raise Mistake("give both account and job, or neither")
         if control and not job:
             raise Mistake("a control plane is asked about a job: give account and job")
-        base = gateway.rstrip("/")
         if not job:
             return cls(base_url=base, api_key=api_key, policy=policy, tls=tls)
-        names = f"{quote(account, safe='')}/{quote(job, safe='')}"
+        names = f"{check_name('account', account)}/{check_name('job', job)}"
         return cls(
             base_url=f"{base}/training/v1/rlorTrainerJobs/{names}",
             api_key=api_key,
@@ -72,13 +76,16 @@ class Target:
 
     def transport(self) -> VerifiedTransport:
         """A new transport with its own connections."""
-        inner = httpx.AsyncHTTPTransport(
-            verify=verify(self.base_url, self.tls),
+        inner = RenewingTransport(self._connections)
+        return VerifiedTransport(inner, self.control, policy=self.policy)
+
+    def _connections(self) -> httpx.AsyncBaseTransport:
+        return httpx.AsyncHTTPTransport(
+            verify=verify(self.tls),
             http2=_HTTP2,
             limits=_CONNECTIONS,
-            proxy=_proxy(self.base_url),
+            proxy=proxy_of(self.base_url),
         )
-        return VerifiedTransport(inner, self.control, policy=self.policy)
 
     def warm_up(
         self,
@@ -99,9 +106,3 @@ class Target:
             tls=self.tls,
             **more,
         )
-
-
-def _proxy(url: str) -> str | None:
-    """The proxy that the environment names; httpx looks there only for transports of its own."""
-    parts = urlsplit(url)
-    return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)

@@ -1,6 +1,7 @@
 """The real `tinker.ServiceClient`, with verified retry below it.
 
-    service = connect("https://gateway", account="acme", job="one", api_key="tml-...")
+    target = Target.of("https://gateway", account="acme", job="one", api_key="tml-...")
+    service = connect(target)
     training = service.create_lora_training_client(base_model=...)
 
 The library opens pools of HTTP clients; each takes an `http_client` of ours. It is handed in
@@ -8,13 +9,12 @@ where the library makes a pool (`InternalClientHolder._create_client_connection_
 the service client makes holders of that kind (`_get_session_holder`, `_get_rest_holder`).
 A version of the library without these is refused. Two pools are beyond our reach and need
 not be within it: the one that exchanges an API key for a token, and those of sampling clients
-that were sent to another process. Tested with tinker 0.36.0.
+that were sent to another process. Tested with the version `TESTED`.
 """
 
 import functools
 import inspect
-import threading
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
@@ -25,6 +25,7 @@ from holdfast.client.warmup import LIMIT_S, Probe
 __all__ = ["connect", "service_client"]
 
 _PACKAGE = "tinker"
+TESTED: Final = "0.36.0"
 _POOL = "_create_client_connection_pool"
 _HOLDERS = ("_get_session_holder", "_get_rest_holder")
 _FIELDS = (
@@ -33,6 +34,7 @@ _FIELDS = (
     "_closed",
     "_default_headers_overrides",
     "_display_name",
+    "_lifecycle_lock",
     "_project_id",
     "_rest_holder",
     "_session_holder",
@@ -64,14 +66,14 @@ def _classes() -> tuple[Any, Any]:
     holder_class = getattr(internal, "InternalClientHolder", None)
     http_class = getattr(internal, "AsyncTinker", None)
     if holder_class is None or http_class is None:
-        no_seam(_PACKAGE, "InternalClientHolder with AsyncTinker")
+        no_seam(_PACKAGE, TESTED, "InternalClientHolder with AsyncTinker")
     if "http_client" not in inspect.signature(http_class).parameters:
-        no_seam(_PACKAGE, "http_client in AsyncTinker")
+        no_seam(_PACKAGE, TESTED, "http_client in AsyncTinker")
     if not hasattr(holder_class, _POOL):
-        no_seam(_PACKAGE, f"InternalClientHolder.{_POOL}")
+        no_seam(_PACKAGE, TESTED, f"InternalClientHolder.{_POOL}")
     for name in _HOLDERS:
         if not hasattr(tinker.ServiceClient, name):
-            no_seam(_PACKAGE, f"ServiceClient.{name}")
+            no_seam(_PACKAGE, TESTED, f"ServiceClient.{name}")
 
     class Holder(holder_class):  # type: ignore[misc, valid-type]  # the library's, untyped here
         """Gives every pool an HTTP client of ours."""
@@ -84,7 +86,7 @@ def _classes() -> tuple[Any, Any]:
             pool = super()._create_client_connection_pool(*args, **options)
             given = getattr(pool, "_constructor_kwargs", None)
             if type(given) is not dict:
-                no_seam(_PACKAGE, "ClientConnectionPool._constructor_kwargs")
+                no_seam(_PACKAGE, TESTED, "ClientConnectionPool._constructor_kwargs")
             given["http_client"] = httpx.AsyncClient(
                 transport=self._holdfast_target.transport(), follow_redirects=True
             )
@@ -97,9 +99,8 @@ def _classes() -> tuple[Any, Any]:
             super().__init__(base_url=target.base_url, api_key=target.api_key, **options)
             for name in _FIELDS:
                 if not hasattr(self, name):
-                    no_seam(_PACKAGE, f"ServiceClient.{name}")
+                    no_seam(_PACKAGE, TESTED, f"ServiceClient.{name}")
             self._holdfast_target = target
-            self._holdfast_lock = threading.Lock()
 
         def _get_session_holder(self) -> Any:
             self._hold(
@@ -115,10 +116,13 @@ def _classes() -> tuple[Any, Any]:
             return super()._get_rest_holder()
 
         def _hold(self, field: str, **options: Any) -> None:
-            """Make a holder of ours where the library would make its own."""
+            """Make a holder of ours where the library would make its own.
+
+            Behind the same lock, so that close() waits for what is being made, and closes it.
+            """
             if getattr(self, field) is not None:
-                return  # not behind the lock: the library's loop comes through here
-            with self._holdfast_lock:
+                return
+            with self._lifecycle_lock:
                 if getattr(self, field) is None and not self._closed:
                     holder = Holder(
                         self._holdfast_target,

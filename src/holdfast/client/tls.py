@@ -1,4 +1,7 @@
-"""What httpx is given as `verify`: made once, because making it takes longer than a request."""
+"""Which certificates are trusted. Every connection is verified, wherever it leads.
+
+Also those that begin without TLS: a redirect may lead from http:// to https://.
+"""
 
 import functools
 import ssl
@@ -8,11 +11,9 @@ import httpx
 __all__ = ["verify"]
 
 
-def verify(url: str, tls: ssl.SSLContext | bool) -> ssl.SSLContext | bool:
-    """The caller's own context, one for all others, or none where there is no TLS."""
-    if not url.startswith("https:"):
-        return False
-    return _usual() if tls is True else tls
+def verify(tls: ssl.SSLContext | None) -> ssl.SSLContext:
+    """The caller's own context, or one for all others: making it takes longer than a request."""
+    return _usual() if tls is None else tls
 
 
 @functools.cache

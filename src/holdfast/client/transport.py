@@ -18,6 +18,7 @@ from typing import Final
 import httpx
 
 from holdfast import events
+from holdfast.client.bodies import plain, raw_of
 from holdfast.client.control import ControlPlane
 from holdfast.client.happenings import Doubted
 from holdfast.client.meaning import (
@@ -30,6 +31,7 @@ from holdfast.client.meaning import (
     next_step,
     words_of,
 )
+from holdfast.errors import HoldfastError
 from holdfast.events import Event
 from holdfast.retry import Attempt, Policy
 
@@ -69,7 +71,8 @@ class VerifiedTransport(httpx.AsyncBaseTransport):
                 call.send,
                 on=_NotFound,
                 verify=call.ask,
-                verify_timeout_s=self._control.timeout_s,
+                # A question bounds itself; what is left is the deadline.
+                verify_timeout_s=self._policy.deadline_s,
                 on_attempt=call.tell,
                 clock=call,
             )
@@ -172,22 +175,12 @@ class _Call:
 
 
 async def _whole(response: httpx.Response) -> tuple[httpx.Response, bytes]:
-    """The answer with its body, of bounded size, and the body decoded."""
-    raw = bytearray()
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    try:
-        async for part in response.stream:
-            raw += part
-            if len(raw) >= MAX_BODY_BYTES:
-                break
-    finally:
-        await response.aclose()
-    kept = bytes(raw[:MAX_BODY_BYTES])
+    """The answer with its body, of bounded size, and the body unpacked, if it can be."""
+    kept, _ = await raw_of(response, MAX_BODY_BYTES)
     whole = httpx.Response(
         response.status_code, headers=response.headers, stream=httpx.ByteStream(kept)
     )
     try:
-        body = httpx.Response(404, headers=response.headers, content=kept).content
-    except httpx.DecodingError:
-        body = b""
-    return whole, body
+        return whole, plain(kept, response.headers.get("content-encoding", ""), MAX_BODY_BYTES)
+    except HoldfastError:
+        return whole, b""

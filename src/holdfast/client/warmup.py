@@ -2,8 +2,9 @@
 
 - A probe takes the path that training calls take, each on a connection of its own: three
   successes on one connection prove one replica of a gateway.
-- A 404 and `route_not_ready` are what a route that is on its way looks like: tried again with
-  backoff, and the count begins anew. Any other error is raised at once.
+- A 404, `route_not_ready`, a page instead of JSON (a load balancer's own), and no answer within
+  `probe_s` are what a route that is on its way looks like: tried again with backoff, and the
+  count begins anew. Any other error is raised at once.
 - If a control plane is known and says that the job is gone, that is raised at once as well.
 - It ends after `limit_s`, whatever happens.
 
@@ -17,16 +18,18 @@ import asyncio
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NoReturn
 
 import httpx
 import msgspec
 
 from holdfast import events
+from holdfast.client.addresses import check_key, check_url, proxy_of
+from holdfast.client.bodies import fault_of
 from holdfast.client.control import ControlPlane
 from holdfast.client.happenings import Probed, Ready
-from holdfast.client.meaning import GONE, SHOULD_RETRY, as_error, outcome_of, words_of
+from holdfast.client.meaning import GONE, SHOULD_RETRY, Outcome, as_error, outcome_of, words_of
 from holdfast.client.tls import verify
 from holdfast.errors import Gone, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.events import Event
@@ -45,7 +48,9 @@ _INFO = "/api/v1/get_info"
 _MAX_BODY_BYTES = 1 << 20
 
 Probe = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
-"""Sends something that computes, with a client that has the data path as its base URL."""
+"""Sends something that computes, with a client that has the data path as its base URL.
+
+Only an answer that is a JSON object counts as a success."""
 
 
 class _NotReady(Unavailable):
@@ -63,14 +68,19 @@ class WarmUp:
     probe: Probe | None = None
     successes: int = SUCCESSES
     limit_s: float = LIMIT_S
+    probe_s: float = PROBE_S
+    """How long one probe may take; a slow one is tried again within `limit_s`."""
     backoff: Policy = BACKOFF
+    """How far apart the probes are; its deadline is `limit_s`."""
     headers: dict[str, str] = field(default_factory=dict)
-    tls: ssl.SSLContext | bool = True
+    tls: ssl.SSLContext | None = None
     emit: Callable[[Event], None] = events.emit
 
     def __post_init__(self) -> None:
-        if self.successes < 1 or not 0 < self.limit_s <= 3600:
-            raise Mistake("a warm-up needs 1 success or more, within 1 s to an hour")
+        check_url(self.base_url)
+        check_key(self.api_key)
+        if self.successes < 1 or not 0 < self.limit_s <= 3600 or not self.probe_s > 0:
+            raise Mistake("a warm-up needs 1 success or more, within an hour at most")
         self._offer: str | None = None  # not known; "" is known not to be
         self._streak = self._probes = 0
         self._last: HoldfastError | None = None
@@ -78,9 +88,10 @@ class WarmUp:
     async def run(self) -> None:
         """Probe until it is ready. Raises `TimedOut`, or what a probe met."""
         begun = time.monotonic()
+        backoff = replace(self.backoff, deadline_s=self.limit_s)
         try:
             async with asyncio.timeout(self.limit_s):
-                await self.backoff.acall(self._run, on=_NotReady)
+                await backoff.acall(self._run, on=_NotReady)
         except (_NotReady, TimeoutError):
             raise TimedOut(
                 f"{self.base_url} was not ready within {self.limit_s:.3g} s "
@@ -95,26 +106,43 @@ class WarmUp:
         while self._streak < self.successes:
             try:
                 response = await self._once()
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-                raise Unavailable(
-                    f"probing {self.base_url}: {type(error).__name__}: {error}"
-                ) from error
-            await self._judge(response)
+            except (httpx.TimeoutException, TimeoutError):
+                await self._judge_silence()
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise fault_of(error, f"probing {self.base_url}") from None
+            else:
+                await self._judge(response)
+
+    async def _judge_silence(self) -> NoReturn:
+        path = self._offer or (_INFO if self._offer == "" and self.model_id else _CAPABILITIES)
+        path = "" if self.probe else path
+        self._count(path, 0, "timeout", "again")
+        self._last = TimedOut(f"probing {path}: no answer within {self.probe_s:.3g} s")
+        await self._not_ready()
 
     async def _judge(self, response: httpx.Response) -> None:
         status, path = response.status_code, response.request.url.path
         code, message = words_of(response.content)
-        outcome = outcome_of(status, code, response.headers.get(SHOULD_RETRY, ""))
+        outcome = _outcome(response)
+        self._count(path, status, code, outcome)
+        if outcome == "ok":
+            return
+        if 200 <= status < 300:
+            self._last = Unavailable(f"probing {path[:200]}: HTTP {status}, but not with JSON")
+        else:
+            self._last = as_error(status, code, message, f"probing {path[:200]}")
+        if outcome != "again":
+            raise self._last
+        await self._not_ready()
+
+    def _count(self, path: str, status: int, code: str, outcome: Outcome) -> None:
         self._probes += 1
         self._streak = self._streak + 1 if outcome == "ok" else 0
         self.emit(
             Probed(path=path[:200], status=status, code=code, outcome=outcome, streak=self._streak)
         )
-        if outcome == "ok":
-            return
-        self._last = as_error(status, code, message, f"probing {path[:200]}")
-        if outcome != "again":
-            raise self._last
+
+    async def _not_ready(self) -> NoReturn:
         await self._ask()
         raise _NotReady(str(self._last))
 
@@ -136,12 +164,14 @@ class WarmUp:
         if self.api_key:
             headers["x-api-key"] = self.api_key
         async with (
-            asyncio.timeout(PROBE_S),
+            asyncio.timeout(self.probe_s),
             httpx.AsyncClient(
                 base_url=self.base_url,
                 headers=headers,
-                verify=verify(self.base_url, self.tls),
-                timeout=PROBE_S,
+                verify=verify(self.tls),
+                proxy=proxy_of(self.base_url),
+                trust_env=False,
+                timeout=self.probe_s,
             ) as client,
         ):
             return await (self.probe or self._default)(client)
@@ -149,8 +179,7 @@ class WarmUp:
     async def _default(self, client: httpx.AsyncClient) -> httpx.Response:
         if self._offer is None:
             response = await client.get(_CAPABILITIES)
-            said = words_of(response.content)[0], response.headers.get(SHOULD_RETRY, "")
-            outcome = outcome_of(response.status_code, *said)
+            outcome = _outcome(response)
             if outcome == "ok":
                 self._offer = _offered(response.content)
             elif outcome == "none" and self.model_id:
@@ -162,6 +191,19 @@ class WarmUp:
         if self.model_id:
             return await client.post(_INFO, json={"type": "get_info", "model_id": self.model_id})
         return await client.get(_CAPABILITIES)
+
+
+def _outcome(response: httpx.Response) -> Outcome:
+    """What a probe found. Somebody's page is no trainer that answers."""
+    code, _ = words_of(response.content)
+    should_retry = response.headers.get(SHOULD_RETRY, "")
+    outcome = outcome_of(response.status_code, code, should_retry)
+    if outcome == "ok":
+        try:
+            msgspec.json.decode(response.content, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "again"
+    return outcome
 
 
 class _Capabilities(msgspec.Struct):

@@ -1,8 +1,11 @@
 """`holdfast serve`, `holdfast accounts`."""
 
 import asyncio
+import contextlib
 import http.client
 import os
+import socket
+import ssl
 import time
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.machine import state_dir
-from holdfast.procs import free_ports
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["accounts", "serve"]
@@ -90,13 +92,17 @@ def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object)
     """
     asked = _Given(**given)  # type: ignore[arg-type]
     lasting = ledger.lasting(url)
+    if lasting.startswith("memory:"):
+        raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _log(folder, run)
-    port = asked.port or free_ports(1, asked.host)[0]
+    reserved = _reserve(asked.host, asked.port)
+    port: int = reserved.getsockname()[1]
     key = asyncio.run(_own_key(lasting, run, asked.account, read_note(folder)))
     scheme = "https" if asked.tls_cert else "http"
-    reached = f"{scheme}://{asked.host}:{port}"
+    shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+    reached = f"{scheme}://{shown}:{port}"
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
@@ -106,7 +112,8 @@ def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object)
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
 
     supervisor = Supervisor(parts, lambda text: click.echo(f"holdfast: {text}", err=True))
-    supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
+    with contextlib.closing(reserved):
+        supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +143,10 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake(f"--gateways is 1 to 64, not {self.gateways}")
         if not 0 <= self.port <= 65_535:
             raise Mistake(f"--port is 0 to 65535, not {self.port}")
+        if self.tls_key and not self.tls_cert:
+            raise Mistake("--tls-key needs --tls-cert")
+        if not 1 <= self.lease <= 3600:
+            raise Mistake(f"--lease is 1 to 3600 s, not {self.lease:g}")
         if not 0 < self.poll_hold <= 40 or not 0 < self.submit_wait <= 40:
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
 
@@ -219,11 +230,33 @@ async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:
         return (await book.add_key(account))[0]
 
 
+def _reserve(host: str, port: int) -> socket.socket:
+    """Hold the port, which gateways share, so that nobody else takes it for free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as alone:
+        try:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+        except OSError as error:
+            raise Mistake(
+                f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
+                "there? Give another --port, or 0 for any"
+            ) from None
+        port = alone.getsockname()[1]
+    reserved = socket.socket(family)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, port))
+    return reserved
+
+
 def _is_ready(host: str, port: int, *, tls: bool) -> bool:
-    kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
-    if tls:
-        return True  # its certificate need not be for this address
-    connection = kind(host, port, timeout=2)
+    connection: http.client.HTTPConnection
+    if tls:  # ours: its certificate need not be for this address
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=context)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=2)
     try:
         connection.request("GET", "/readyz")
         return connection.getresponse().status == http.client.OK

@@ -13,9 +13,10 @@ import re
 import time
 from collections.abc import Callable
 from typing import Final
+from urllib.parse import unquote
 
 from holdfast import events
-from holdfast.errors import Denied, TooLarge
+from holdfast.errors import Denied, Retriable, TooLarge, UnknownOutcome
 from holdfast.gateway import answers
 from holdfast.gateway.answers import Answer, Route
 from holdfast.gateway.desk import Desk, Sent
@@ -81,11 +82,12 @@ class Front:
             return
         try:
             visit.account = await self._who(exchange)
+            await self._serve(visit, path)
         except Denied as error:
             answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
             await visit.answer(answer)
-        else:
-            await self._serve(visit, path)
+        except (Retriable, UnknownOutcome) as error:
+            await visit.answer(answers.late("submit", f"the ledger cannot be asked now ({error})"))
         if self._access_log:
             visit.log()
 
@@ -93,9 +95,10 @@ class Front:
         if path.startswith(_CONTROL):
             await self._control(visit)
         elif path.startswith(_TINKER):
-            await self._pass_on(visit, visit.account, self._default(visit.account), path)
+            job = await self._guests.default_job(visit.account)
+            await self._pass_on(visit, visit.account, job, path)
         elif found := _TRAINER.fullmatch(path):
-            await self._pass_on(visit, found[1], found[2], found[3])
+            await self._pass_on(visit, unquote(found[1]), unquote(found[2]), found[3])
         else:
             await visit.answer(
                 answers.problem(
@@ -120,9 +123,6 @@ class Front:
         if key is None:
             raise Denied("give an API key, as X-Api-Key or as a bearer token")
         return await self._guests.who(key.decode("latin-1"))
-
-    def _default(self, account: str) -> str:
-        return self._guests.default_job(account)
 
     # ---- the ways ----------------------------------------------------------------
 

@@ -1,12 +1,11 @@
-"""A gateway as a process of its own: `python -m holdfast.gateway.process SETTINGS`.
+"""A gateway as a process of its own: `HOLDFAST_SETTINGS=… python -m holdfast.gateway.process`.
 
-SETTINGS is a JSON object (`GatewaySettings`). Any number of these share a port and a ledger.
+The settings are a JSON object (`GatewaySettings`). Any number of these share a port and a ledger.
 SIGTERM and SIGINT stop it gently: requests in work are finished first.
 """
 
 import random
 import ssl
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +19,9 @@ from holdfast.gateway.routes import Routes
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
 from holdfast.jobs.logs import Logs
-from holdfast.jobs.serving import until_signal
+from holdfast.jobs.records import TOMBSTONES
+from holdfast.jobs.serving import take_settings, until_signal
+from holdfast.jobs.steward import Steward
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.timeouts import DEFAULTS
@@ -62,15 +63,18 @@ async def serve(settings: GatewaySettings, counters: events.Counters) -> None:
         desk = (NaiveDesk if settings.naive else Desk)(runtime, routes, patience)
 
         async def announce(account: str, job: str) -> None:
-            if not guests.default_job(account):
-                await accounts.set_default(account, job)
+            """The first job of an account is its default, until it is deleted."""
+            now = await guests.default_job(account)
+            there = await jobs.find(account, now) if now else None
+            if there is None or there.job.state in TOMBSTONES:
+                await accounts.set_default(account, job, instead_of=now)
 
         api = Api(jobs, Logs(Path(settings.folder)), announce)
         front = Front(guests, routes, desk, api, counters.expose, access_log=settings.access_log)
         server = Server(front.handle, limits=Limits(body_bytes=settings.body_bytes))
         await server.start(settings.host, settings.port, reuse_port=True, ssl=_tls(settings))
         try:
-            await until_signal(routes.run(), guests.run())
+            await until_signal(routes.run(), guests.run(), Steward(jobs).run())
         finally:
             await server.stop(settings.drain_s)
 
@@ -85,7 +89,7 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 def main() -> None:
     """Read the settings and serve."""
-    settings = msgspec.json.decode(sys.argv[1], type=GatewaySettings)
+    settings = msgspec.json.decode(take_settings(), type=GatewaySettings)
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     counters = events.Counters()

@@ -29,6 +29,7 @@ class Routes:
         """What was read from the ledger after the view's revision."""
         self._reading: dict[str, asyncio.Task[Seen | None]] = {}
         self._next: dict[str, asyncio.Task[Seen | None]] = {}
+        self._asking: dict[asyncio.Task[Seen | None], int] = {}
         self._slots = asyncio.Semaphore(_READS)
         self._bells: dict[str, set[asyncio.Event]] = {}
         self.ready = asyncio.Event()
@@ -63,6 +64,7 @@ class Routes:
             task = self._next[name] = self._jobs.runtime.spawn(
                 self._read(name, account, job, self._reading.get(name)), name=f"confirms {name}"
             )
+        self._asking[task] = self._asking.get(task, 0) + 1
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(task)
@@ -70,6 +72,14 @@ class Routes:
             raise TimedOut(f"the ledger did not tell of {name} within {timeout_s:.1f} s") from None
         except UnknownOutcome as error:  # of a read: it took no effect
             raise TimedOut(str(error)) from error
+        finally:
+            self._asking[task] -= 1
+            if not self._asking[task]:
+                del self._asking[task]
+                if not task.done():  # nobody waits for it any more
+                    task.cancel()
+                    if self._next.get(name) is task:
+                        del self._next[name]
 
     async def _read(
         self, name: str, account: str, job: str, before: "asyncio.Task[Seen | None] | None"

@@ -17,6 +17,7 @@ from types import FrameType
 import msgspec
 
 from holdfast import events, procs
+from holdfast.jobs.serving import SETTINGS
 
 __all__ = ["Part", "Supervisor", "own_name"]
 
@@ -40,18 +41,20 @@ class Part:
 
     def __init__(self, name: str, module: str, settings: msgspec.Struct, log: Path) -> None:
         self.name = name
-        self._argv = [sys.executable, "-m", module, msgspec.json.encode(settings).decode()]
+        self._argv = [sys.executable, "-m", module]
+        self._env = {SETTINGS: msgspec.json.encode(settings).decode()}
         self._log = log
         self._child: procs.Child | None = None
         self._began = 0.0
         self._not_before = 0.0
         self._wait_s = 0.0
         self.deaths = 0
+        self.last_words = ""
 
     def start(self) -> None:
         """Start it."""
         self._began = time.monotonic()
-        self._child = procs.spawn(self._argv, name=self.name, log=self._log)
+        self._child = procs.spawn(self._argv, name=self.name, log=self._log, env=self._env)
 
     @property
     def pid(self) -> int:
@@ -63,11 +66,15 @@ class Part:
         now = time.monotonic()
         if self._child is None:
             if now >= self._not_before:
-                self.start()
+                try:
+                    self.start()
+                except OSError:  # no process or no memory now: that may change
+                    self._not_before = now + _WAIT_MAX_S
             return None
         if self._child.alive():
             return None
         code = self._child.wait(1.0)
+        self.last_words = self._child.tail()
         self._child.kill_group()
         self._child = None
         self.deaths += 1
@@ -87,10 +94,6 @@ class Part:
             with contextlib.suppress(Exception):
                 self._child.wait(grace_s)
             self._child.kill_group()
-
-    def tail(self) -> str:
-        """The last lines that it wrote."""
-        return self._child.tail() if self._child else ""
 
 
 class Supervisor:
@@ -123,7 +126,9 @@ class Supervisor:
             code = part.look()
             if code is not None:
                 events.emit(Restarted(part=part.name, code=code))
-                self._say(f"{part.name} ended with code {code}; starting it again")
+                self._say(
+                    f"{part.name} ended with code {code}; starting it again{part.last_words}"
+                )
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._stop:

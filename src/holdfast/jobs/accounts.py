@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import math
 import re
 import secrets
 from collections.abc import Callable
 
 import msgspec
 
-from holdfast.errors import Corrupt, Denied, Mistake, NotFound, Retriable, UnknownOutcome
+from holdfast.errors import Corrupt, Denied, Mistake, NotFound
 from holdfast.jobs.records import Account, ApiKey, Keys, check_name
 from holdfast.ledger.follow import Step, follow
 from holdfast.ledger.records import KEEP, Verdict, decode, update
@@ -73,6 +74,8 @@ class Accounts:
     async def add_key(self, account: str, lives_s: float = 0.0) -> tuple[str, ApiKey]:
         """Make a key; the account is made with its first one."""
         check_name("account", account)
+        if not (math.isfinite(lives_s) and lives_s >= 0):
+            raise Mistake(f"a key lives for a number of seconds, 0 for ever, not {lives_s}")
         key, kept = make_key(self._wall(), lives_s)
 
         def decide(there: Account | None) -> Account:
@@ -104,11 +107,13 @@ class Accounts:
 
         await update(self._runtime, self._keys.account(account), Account, decide)
 
-    async def set_default(self, account: str, job: str) -> None:
-        """Paths without a job's name lead to this job from now on."""
+    async def set_default(self, account: str, job: str, *, instead_of: str = "") -> None:
+        """Paths without a job's name lead to this job from now on, if they led to that one."""
 
-        def decide(there: Account | None) -> Account:
+        def decide(there: Account | None) -> Account | Verdict:
             there = there or Account(name=account)
+            if there.default_job != instead_of:
+                return KEEP
             return msgspec.structs.replace(there, default_job=job)
 
         await update(self._runtime, self._keys.account(account), Account, decide)
@@ -128,6 +133,7 @@ class Guests:
         self._by_id: dict[str, tuple[str, ApiKey]] = {}
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
+        self._revision = 0
         self._waiting = 0
         self.ready = asyncio.Event()
 
@@ -139,6 +145,9 @@ class Guests:
                 self.ready.set()
 
     def _take(self, step: Step) -> None:
+        if step.revision < self._revision:
+            return  # a reading that was overtaken by the watch
+        self._revision = step.revision
         accounts = {}
         for entry in step.entries.values():
             with contextlib.suppress(Corrupt):
@@ -150,7 +159,7 @@ class Guests:
         }
 
     async def who(self, key: str) -> str:
-        """The account that a key belongs to. Raises `Denied`."""
+        """The account that a key belongs to. Raises `Denied`, or `Retriable`: nobody knows now."""
         parts = split_key(key)
         if parts is None:
             raise Denied("this is not an API key of this service: it begins with tml-")
@@ -164,9 +173,15 @@ class Guests:
             raise Denied("this API key is not known, or no longer valid")
         return account
 
-    def default_job(self, account: str) -> str:
-        """The job that an account's paths without a job's name lead to, or nothing."""
+    async def default_job(self, account: str) -> str:
+        """The job that an account's paths without a job's name lead to, or nothing.
+
+        That there is none is said only after a reading of the ledger.
+        """
         there = self._accounts.get(account)
+        if there is None or not there.default_job:
+            entry = await self._runtime.ledger.get(self._keys.account(account))
+            there = decode(Account, entry) if entry else None
         return there.default_job if there else ""
 
     async def _look(self) -> None:
@@ -185,10 +200,9 @@ class Guests:
                 pause_s = self._looked_at + _LOOK_S - self._runtime.now()
                 if pause_s > 0:
                     await self._runtime.sleep(pause_s)
+                whole = await self._runtime.ledger.range(self._keys.accounts)
                 self._looked_at = self._runtime.now()
-                with contextlib.suppress(Retriable, UnknownOutcome):
-                    whole = await self._runtime.ledger.range(self._keys.accounts)
-                    entries = {entry.key: entry for entry in whole.entries}
-                    self._take(Step(whole.revision, entries, None))
+                entries = {entry.key: entry for entry in whole.entries}
+                self._take(Step(whole.revision, entries, None))
         finally:
             self._waiting -= 1

@@ -28,14 +28,16 @@ from holdfast.errors import (
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.openapi import DOCUMENT
-from holdfast.jobs.records import Checkpoint, Host, Job, check_name
+from holdfast.jobs.records import TOMBSTONES, Checkpoint, Host, Job, check_name
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import decode
 
 __all__ = ["BODY_BYTES", "Api", "Reply", "Request", "describe"]
 
-BODY_BYTES: Final = 256 << 10
-"""The largest body: a spec is part of a record."""
+BODY_BYTES: Final = 64 << 10
+"""The largest body: a spec is part of a record, and of a trainer's environment."""
+DEPTH_MAX: Final = 32
+"""How deep a spec may be nested."""
 _PAGE_MAX: Final = 200
 _JOBS: Final = "rlorTrainerJobs"
 _PATH = re.compile(
@@ -109,7 +111,7 @@ class Api:
         found = _PATH.fullmatch(request.path)
         if found is None or unquote(found["account"]) != account:
             raise NotFound("there is nothing here: check the account and the path")
-        query = dict(parse_qsl(request.query, keep_blank_values=True, max_num_fields=32))
+        query = _query(request.query)
         if found["job"] is None:
             return await self._of_account(account, request, query)
         job = check_name("job", unquote(found["job"]))
@@ -127,15 +129,18 @@ class Api:
             limit = _page_size(query)
             after = query.get("pageToken", "")
             jobs, more = await self._jobs.page(account, after, limit)
-            if "showDeleted" not in query:
-                jobs = [job for job in jobs if job.state not in ("DELETED", "ARCHIVED")]
-            last = jobs[-1].id if more and jobs else ""
+            last = jobs[-1].id if more else ""
+            if query.get("showDeleted", "false") in ("false", "0", ""):
+                jobs = [job for job in jobs if job.state not in TOMBSTONES]
             return _json({_JOBS: [describe(job) for job in jobs], "nextPageToken": last})
         spec = _spec(request.body)
         name = query.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
         await self._check(spec)
-        job = await self._jobs.create(account, name, spec)
-        await self._announce(account, name)
+        try:
+            job = await self._jobs.create(account, name, spec)
+        finally:
+            # Also when it exists: whoever made it may have died before this.
+            await self._announce(account, name)
         return _json(describe(job))
 
     async def _check(self, spec: dict[str, Any]) -> None:
@@ -146,6 +151,8 @@ class Api:
         found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
         hosts = [decode(Host, entry) for entry in found.entries]
         trainer = wish.get("trainer", "default")
+        if not isinstance(trainer, str):
+            raise Mistake("the name of a trainer is a text")
         if not hosts or any(
             host.any_command or ("command" not in wish and trainer in host.trainers)
             for host in hosts
@@ -164,7 +171,8 @@ class Api:
             return _json(describe(await self._jobs.change(account, job, _VERBS[verb])))
         _only(request, "GET", "DELETE")
         if request.method == "GET":
-            return _json(describe((await self._jobs.get(account, job)).job))
+            found = await self._jobs.get(account, job)
+            return _json(describe(found.job, lives=found.lives))
         await self._jobs.change(account, job, "delete")
         return _json({})
 
@@ -198,13 +206,19 @@ class Api:
         """A part of what an incarnation has written."""
         found = await self._jobs.get(account, job)
         epoch = _number(query, "epoch", 0, 1 << 31)
-        offset = _number(query, "offset", 0, 1 << 62)
+        offset = _number(query, "offset", 0, 1 << 48)
         epoch, text, behind = self._logs.read(account, job, epoch, offset, found.job.epoch)
         return _json({"epoch": epoch, "text": text, "offset": behind, "state": found.job.state})
 
 
-def describe(job: Job) -> dict[str, Any]:
-    """A job as the SDK expects it. Where its trainer listens is nobody's business."""
+def describe(job: Job, *, lives: bool = True) -> dict[str, Any]:
+    """A job as the SDK expects it. Where its trainer listens is nobody's business.
+
+    RUNNING is said only of a trainer that `lives`: whoever asks means to send it something.
+    """
+    if job.state == "RUNNING" and not lives:
+        why = "its trainer gives no sign of life any more; another one is begun"
+        job = msgspec.structs.replace(job, state="CREATING", reason=why)
     failed = job.state == "FAILED"
     spec = {key: value for key, value in job.spec.items() if key not in _OWN}
     return {
@@ -238,7 +252,17 @@ def _spec(body: bytes) -> dict[str, Any]:
         raise Mistake(f"the body is not JSON: {error}") from None
     if not isinstance(spec, dict):
         raise Mistake("the body is a JSON object: the job's description")
-    return spec
+    level: list[Any] = [spec]
+    for _ in range(DEPTH_MAX):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return spec
+    raise Mistake(f"a job's description is nested more than {DEPTH_MAX} deep")
 
 
 def _only(request: Request, *methods: str) -> None:
@@ -250,6 +274,13 @@ class _WrongMethod(Mistake):
     """The path is right and the method is not."""
 
 
+def _query(text: str) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=32))
+    except ValueError as error:
+        raise Mistake(f"the query is not valid: {error}") from None
+
+
 def _page_size(query: dict[str, str]) -> int:
     return max(1, min(_number(query, "pageSize", 50, 1 << 31), _PAGE_MAX))
 
@@ -258,7 +289,7 @@ def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
     text = query.get(name, "")
     if not text:
         return default
-    if not (text.isascii() and text.isdigit()) or int(text[:20]) > most:
+    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > most:
         raise Mistake(f"{name} is a number from 0 to {most}, not {text[:40]!r}")
     return int(text)
 

@@ -85,6 +85,7 @@ _AGAIN: Final[dict[Verb, frozenset[State]]] = {
     "cancel": frozenset({"CANCELLING", "CANCELLED"}),
     "delete": frozenset({"DELETING", "DELETED"}),
     "archive": frozenset({"ARCHIVED"}),
+    "stop_early": frozenset({"EARLY_STOPPED"}),
 }
 """What has been done already is done again by doing nothing: callers repeat themselves."""
 
@@ -116,10 +117,11 @@ def create(account: str, job: str, spec: dict[str, Any], now: float) -> Job:
     )
 
 
-def change(job: Job, verb: Verb, now: float, **fields: Any) -> Job | None:
+def change(job: Job, verb: Verb, now: float, *, alive: bool = False, **fields: Any) -> Job | None:
     """The job after a verb, or None when there is nothing left to do.
 
-    Raises `Gone` for a tombstone and `Mistake` for what the table does not allow.
+    While something of it is `alive`, cancelling and deleting wait for its end. Raises `Gone`
+    for a tombstone and `Mistake` for what the table does not allow.
     """
     if job.state in _AGAIN.get(verb, ()):
         return None
@@ -129,7 +131,11 @@ def change(job: Job, verb: Verb, now: float, **fields: Any) -> Job | None:
             raise Gone(f"the job {job.name} is {job.state}: its id is not used again")
         allowed = ", ".join(TABLE[verb])
         raise Mistake(f"{verb}: the job {job.name} is {job.state}; possible when it is {allowed}")
+    if alive and verb in ("cancel", "delete"):
+        state = "CANCELLING" if verb == "cancel" else "DELETING"
     ended = job.state in LIVE and state not in LIVE
+    if state in TOMBSTONES:
+        fields["spec"] = {}  # kept for ever, by everybody: it should be small
     return msgspec.structs.replace(
         job,
         state=state,

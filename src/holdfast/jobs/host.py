@@ -17,6 +17,7 @@ Any number of hosts may share a run; each job is taken by one of them.
 import asyncio
 import contextlib
 import dataclasses
+from typing import Any
 
 from holdfast import events
 from holdfast.errors import (
@@ -130,7 +131,6 @@ class Host:
             while True:
                 with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
                     async with Keeper(self._runtime, self._lease_s) as self._keeper:
-                        self._leased_at = self._runtime.now()
                         await self._serve()
                 if self._runtime.now() - self._leased_at > self._adrift_s:
                     await self._drop_all()
@@ -148,6 +148,7 @@ class Host:
         )
         await self._runtime.ledger.txn([], [put(key, record, lease=self._keeper.id)])
         await self._renew()
+        self._leased_at = self._runtime.now()
         self._view = View(self._jobs.keys)
         tasks = [
             self._runtime.spawn(keep(self._runtime, self._view, self._changed), name="host sees"),
@@ -229,6 +230,9 @@ class Host:
                 await self._take(it)
             elif self._is_forgotten(it):
                 self._begin(it.job)
+            elif self._is_left_over(it):
+                assert it.alive is not None
+                await self._jobs.clear(it.job.account, it.job.id, it.alive.epoch, self._keeper.id)
             else:
                 await settle_one(self._jobs, it, self._budget)
         except (Retriable, UnknownOutcome):
@@ -262,6 +266,15 @@ class Host:
             and it.alive_entry is not None
             and it.alive_entry.lease == self._keeper.id
             and it.job.epoch > self._begun.get(it.job.name, 0)
+        )
+
+    def _is_left_over(self, it: Seen) -> bool:
+        """Whether a sign of life of ours stands for an incarnation that was ended unbegun."""
+        return (
+            it.alive is not None
+            and it.alive_entry is not None
+            and it.alive_entry.lease == self._keeper.id
+            and it.alive.epoch < it.job.epoch
         )
 
     async def _is_ours(self, job: Job) -> bool:
@@ -305,6 +318,8 @@ class Host:
             return "refused", str(error)
         except HoldfastError as error:
             return "died", str(error)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the job hears of its end
+            return "died", f"{type(error).__name__}: {error}"
         finally:
             if running is not None:
                 await running.stop(tended.grace_s)
@@ -315,11 +330,17 @@ class Host:
         serving = self._runtime.spawn(running.serving(), name=f"{job.name} starts")
         ended = self._runtime.spawn(running.ended(), name=f"{job.name} runs")
         stopped = self._runtime.spawn(tended.stopping.wait(), name=f"{job.name} stops")
-        tasks = (serving, ended, stopped)
+        tasks: list[asyncio.Task[Any]] = [serving, ended, stopped]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not stopped.done() and not ended.done():
-                await self._publish(job, serving.result())
+                publish = self._publish(job, serving.result())
+                tasks.append(self._runtime.spawn(publish, name=f"{job.name} is published"))
+                await asyncio.wait(
+                    (ended, stopped, tasks[-1]), return_when=asyncio.FIRST_COMPLETED
+                )
+                if tasks[-1].done():
+                    tasks[-1].result()
                 await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 return "left", f"its host {self._name} stopped it"

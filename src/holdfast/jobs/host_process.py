@@ -1,11 +1,10 @@
-"""A host as a process of its own: `python -m holdfast.jobs.host_process SETTINGS`.
+"""A host as a process of its own: `HOLDFAST_SETTINGS=… python -m holdfast.jobs.host_process`.
 
-SETTINGS is a JSON object (`HostSettings`). SIGTERM and SIGINT stop the trainers politely and
+The settings are a JSON object (`HostSettings`). SIGTERM and SIGINT stop the trainers politely and
 give their jobs back; when this process is killed, they die with it and are begun again elsewhere.
 """
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from holdfast import events, ledger
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
 from holdfast.jobs.local import LocalLauncher
-from holdfast.jobs.serving import until_signal
+from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.timeouts import DEFAULTS
@@ -67,7 +66,7 @@ async def serve(settings: HostSettings) -> None:
 
 def main() -> None:
     """Read the settings and serve."""
-    settings = msgspec.json.decode(sys.argv[1], type=HostSettings)
+    settings = msgspec.json.decode(take_settings(), type=HostSettings)
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     events.configure(log, process=settings.name)

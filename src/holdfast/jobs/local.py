@@ -11,7 +11,9 @@ API key may then start jobs, but not programs of his choice.
 
 import asyncio
 import contextlib
+import errno
 import os
+import re
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
@@ -21,15 +23,17 @@ from typing import Any
 import msgspec
 
 from holdfast import procs
-from holdfast.errors import HoldfastError, Mistake, TimedOut
+from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
+from holdfast.machine import begun_at, listeners
 
 __all__ = ["LocalLauncher", "LocalProcess", "log_file"]
 
 _PROBE_S = 0.1
 _PROBE_LIMIT_S = 5.0
-_TAIL_LINES = 5
+_GOOD = re.compile(rb"HTTP/1\.[01] 2[0-9][0-9][ \r]")
+_NO_HTTP = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 
 
 def log_file(folder: Path, account: str, job: str, epoch: int) -> Path:
@@ -75,10 +79,19 @@ class LocalLauncher(Launcher):
             "PORT": str(port),
         }
         log = log_file(self._folder, ticket.account, ticket.job, ticket.epoch)
-        child = procs.spawn(
-            [arg.replace("{port}", str(port)) for arg in argv], name=who.name, env=env, log=log
-        )
-        return LocalProcess(child, who, self._host, port, self._health_path, self._start_s)
+        try:
+            child = procs.spawn(
+                [arg.replace("{port}", str(port)) for arg in argv], name=who.name, env=env, log=log
+            )
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOEXEC, errno.E2BIG):
+                raise Unavailable(f"{argv[0]} could not be started: {error}") from error
+            raise Mistake(f"{argv[0]} cannot be started: {error}") from error
+        try:
+            return LocalProcess(child, who, self._host, port, self._health_path, self._start_s)
+        except BaseException:
+            child.kill_group()
+            raise
 
     def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
         """The command that a spec asks for. `Mistake` when it may not, or there is none."""
@@ -96,7 +109,7 @@ class LocalLauncher(Launcher):
                 raise Mistake("'command' is a list of texts")
             return _not_empty(command)
         name = wish.get("trainer", "default")
-        if name not in self._trainers:
+        if not isinstance(name, str) or name not in self._trainers:
             known = ", ".join(sorted(self._trainers)) or "none"
             raise Mistake(
                 f"there is no trainer {name!r} here (there are: {known}); start `holdfast serve` "
@@ -143,7 +156,7 @@ class LocalProcess(Running):
         """Wait until the health path answers."""
         try:
             async with asyncio.timeout(self._start_s):
-                while not await self._is_healthy():  # noqa: ASYNC110 -- somebody else's server
+                while not await self._is_healthy() or self._is_strange():  # noqa: ASYNC110 -- somebody else's server
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
             raise TimedOut(
@@ -153,7 +166,7 @@ class LocalProcess(Running):
         return f"{self._host}:{self._port}"
 
     async def _is_healthy(self) -> bool:
-        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, TimeoutError, *_NO_HTTP):
             async with asyncio.timeout(_PROBE_LIMIT_S):
                 reader, writer = await asyncio.open_connection(self._host, self._port)
                 try:
@@ -162,11 +175,17 @@ class LocalProcess(Running):
                         f"GET {self._health_path} HTTP/1.1\r\nHost: {self._host}\r\n"
                         f"Connection: close\r\n{headers}\r\n".encode()
                     )
-                    line = (await reader.readuntil(b"\r\n")).split(b" ", 2)
-                    return line[0].startswith(b"HTTP/1.") and 200 <= int(line[1]) < 300
+                    line = await reader.readuntil(b"\r\n")
+                    return _GOOD.match(line) is not None
                 finally:
                     writer.close()
         return False
+
+    def _is_strange(self) -> bool:
+        """Whether it was somebody else who answered: one that was there before us."""
+        ours = begun_at(self._child.pid)
+        there = listeners(self._port)
+        return bool(there) and all(begun_at(pid) < ours for pid in there)
 
     async def ended(self) -> tuple[bool, str]:
         """Wait for the process's end."""

@@ -45,7 +45,9 @@ def find_service(folder: Path, url: str | None, key: str | None) -> tuple[str, s
             "which service? Start `holdfast serve` here, or give --url and --api-key "
             "(HOLDFAST_URL, HOLDFAST_API_KEY)"
         )
-    return url or note.url, key or note.key
+    if url and url.rstrip("/") != note.url:
+        raise Mistake(f"the key of {note.url} is not sent to {url}: give its own --api-key")
+    return note.url, key or note.key
 
 
 def read_note(folder: Path) -> Note | None:

@@ -3,10 +3,24 @@
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 from collections.abc import Awaitable
 
-__all__ = ["until_signal"]
+from holdfast.errors import Mistake
+
+__all__ = ["SETTINGS", "take_settings", "until_signal"]
+
+SETTINGS = "HOLDFAST_SETTINGS"
+"""Settings go through the environment, which others cannot read: a URL may hold a password."""
+
+
+def take_settings() -> str:
+    """What this process was given. Its own children do not inherit it."""
+    try:
+        return os.environ.pop(SETTINGS)
+    except KeyError:
+        raise Mistake(f"{SETTINGS} is not set: `holdfast serve` starts this process") from None
 
 
 async def until_signal(*work: Awaitable[object]) -> None:

@@ -105,8 +105,8 @@ class Jobs:
             except (Unavailable, UnknownOutcome) as error:
                 failure = error
                 continue
-            if failure is not None and found.job == new:
-                return new  # an earlier attempt of ours, whose answer was lost
+            if failure is not None and found.job.created_at == new.created_at:
+                return found.job  # an earlier attempt of ours, whose answer was lost
             raise Exists(
                 f"the job {new.name} exists already ({found.job.state}); ids are not used again"
             )
@@ -116,7 +116,11 @@ class Jobs:
     async def change(self, account: str, job: str, verb: Verb, **fields: Any) -> Job:
         """Do what a user asks for; returns the job as it is then."""
         return await self.update(
-            account, job, lambda it: decide.change(it.job, verb, self.wall(), **fields)
+            account,
+            job,
+            lambda it: decide.change(
+                it.job, verb, self.wall(), alive=it.alive is not None, **fields
+            ),
         )
 
     async def update(

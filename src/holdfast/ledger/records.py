@@ -96,7 +96,7 @@ def decode(kind: type[R], entry: Entry) -> R:
     """The entry's value as a record. Raises `Corrupt` when it is something else."""
     try:
         return msgspec.json.decode(entry.value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(
             f"{entry.key} does not hold a {kind.__name__} ({error}): was it written by hand?",
             key=entry.key,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import Unavailable, UnknownOutcome
+from holdfast.sim.protocol import Violation
 
 if TYPE_CHECKING:
     from holdfast.sim.world import Node
@@ -100,7 +101,10 @@ class SimNet:
             task.add_done_callback(ended)
 
         def ended(task: "asyncio.Task[Any]") -> None:
-            if not task.cancelled() and task.exception() is None:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Violation):
+                self._world.fail(error)
+            elif error is None and not task.cancelled():
                 self._back(answer, task.result())
 
         self._world.loop.call_soon(begin, context=target.context)

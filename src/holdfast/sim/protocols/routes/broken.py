@@ -42,6 +42,26 @@ class _NoReading(RoutesProtocol):
     desk = _Believes
 
 
+class _Eager(Desk):
+    async def serve(
+        self,
+        account: str,
+        job: str,
+        kind: Kind,
+        forward: Forward,
+        present: Callable[[], bool] = lambda: True,
+        *,
+        harmless: bool = False,  # noqa: ARG002
+    ) -> Answer | None:
+        return await super().serve(account, job, kind, forward, present, harmless=True)
+
+
+class _SendsAgain(RoutesProtocol):
+    """A gateway sends an operation again that may have been received."""
+
+    desk = _Eager
+
+
 class _Unguarded(Trainer):
     guarded = False
 
@@ -142,6 +162,7 @@ class _AnyEpoch(RoutesProtocol):
 
 BROKEN = {
     "": _NoReading,
+    "again": _SendsAgain,
     "epoch": _NoEpoch,
     "resubmit": _Resubmits,
     "verify": _Unverified,

@@ -142,9 +142,12 @@ class RoutesProtocol(Protocol):
 
     async def _serve(self, desk: Desk, runtime: Node, call: Call) -> Reply:
         got: Reply | None = None
+        lost = False
 
         async def forward(route: Route) -> Sent:
-            nonlocal got
+            nonlocal got, lost
+            if lost and call.kind == "submit":
+                raise Violation(f"{call.work} was sent again, and may have been received")
             who = Incarnation(RUN, route.account, route.job, route.epoch)
             headers = tuple((k.encode(), v.encode()) for k, v in who.headers().items())
             meant = msgspec.structs.replace(call, headers=headers)
@@ -153,6 +156,7 @@ class RoutesProtocol(Protocol):
             except Unavailable as error:
                 return Sent("refused", str(error))
             except UnknownOutcome as error:
+                lost = True
                 return Sent("lost", str(error))
             if reply.status == 421:
                 return Sent("misdirected", "another incarnation")
@@ -197,7 +201,7 @@ class RoutesProtocol(Protocol):
                     self._works_again |= healed and account == ACCOUNTS[0]
                     return
                 kind = "poll"
-            elif reply.status in (404, 410):
+            elif reply.status in (404, 410, 423):
                 if not self.naive:
                     self._judge(account, reply, began)
                 if self._is(account, TOMBSTONES):
@@ -257,6 +261,8 @@ class RoutesProtocol(Protocol):
         during = self._since(account, began)
         if reply.status == 404 and None not in during:
             raise Violation(f"{account} heard 404; its job was {during}")
+        if reply.status == 423 and "PAUSED" not in during:
+            raise Violation(f"{account} heard that its job is paused; it was {during}")
         if reply.status == 410 and not GONE & set(during):
             raise Violation(f"{account} heard 410 ({reply.code}); its job was {during}")
 

@@ -140,5 +140,7 @@ class SimLauncher(Launcher):
         self._make = make
 
     async def start(self, ticket: Ticket) -> Running:
-        """One incarnation."""
+        """One incarnation; now and then the machine has no room for it."""
+        if self._node.random.random() < 0.03 and not self._node.world.healed:
+            raise OSError("no more processes")
         return self._make(self._node, ticket)

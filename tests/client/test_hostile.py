@@ -1,4 +1,4 @@
-"""What a hostile reader of `holdfast.client` found: each test states what should hold."""
+"""Hostile surroundings: servers, certificates, keys, proxies and callers that are not nice."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
+import traceback
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 from holdfast import client as clients
 from holdfast import events
 from holdfast.client import Client, ControlPlane, Target, VerifiedTransport, native
-from holdfast.errors import HoldfastError, Mistake
+from holdfast.client.addresses import proxy_of
+from holdfast.errors import HoldfastError, Mistake, TooLarge
 from holdfast.retry import Policy
-from jobs.counting_trainer import Reply
+from jobs.counting_trainer import Reply, problem, reply
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation
 from .test_sdks import PYTHON, Library, library, process, there
@@ -68,7 +70,6 @@ async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
 # ---- TLS -----------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="tls.verify compares the scheme with its case")
 async def test_a_scheme_in_capitals_is_verified_too(tmp_path: Path) -> None:
     """HTTPS:// is https://: a certificate that nobody vouches for is refused."""
     async with stranger(tmp_path) as (url, heads):
@@ -79,7 +80,6 @@ async def test_a_scheme_in_capitals_is_verified_too(tmp_path: Path) -> None:
         assert not heads
 
 
-@pytest.mark.xfail(strict=True, reason="a transport for http:// never verifies, redirects follow")
 async def test_a_redirect_to_tls_is_verified(tmp_path: Path, dumb: Dumb) -> None:
     """From http:// to https://, as load balancers do: the certificate is looked at."""
     async with stranger(tmp_path) as (url, heads):
@@ -92,7 +92,6 @@ async def test_a_redirect_to_tls_is_verified(tmp_path: Path, dumb: Dumb) -> None
         assert not heads
 
 
-@pytest.mark.xfail(strict=True, reason="connect() hands tls to the SDK, which does not know it")
 def test_connect_takes_ones_own_certificates() -> None:
     """A gateway with a private certificate can be connected to."""
     context = ssl.create_default_context()
@@ -103,7 +102,6 @@ def test_connect_takes_ones_own_certificates() -> None:
 # ---- credentials ---------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the HTTP library quotes the header that it refuses")
 async def test_a_key_with_a_line_end_is_a_mistake_and_is_not_told(
     dumb: Dumb, tmp_path: Path
 ) -> None:
@@ -128,7 +126,6 @@ async def test_a_key_with_a_line_end_is_a_mistake_and_is_not_told(
     assert isinstance(caught.value, Mistake)
 
 
-@pytest.mark.xfail(strict=True, reason="messages and repr have the URL as it was given")
 async def test_a_password_in_the_url_is_not_told() -> None:
     """A gateway's URL may carry a password; no message and no repr does."""
     with pytest.raises(HoldfastError) as caught:
@@ -141,7 +138,6 @@ async def test_a_password_in_the_url_is_not_told() -> None:
 # ---- verified retry ------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="every request asks by itself, on its own connection")
 async def test_many_in_doubt_share_a_question(dumb: Dumb) -> None:
     """A route is lost under 100 polls: one answer of the control plane is enough for many."""
     many = 100
@@ -158,7 +154,62 @@ async def test_many_in_doubt_share_a_question(dumb: Dumb) -> None:
     assert dumb.asked <= many // 4
 
 
-@pytest.mark.xfail(strict=True, reason="words_of lets RecursionError pass", raises=RecursionError)
+async def test_an_answer_is_newer_than_the_doubt(dumb: Dumb) -> None:
+    """Who doubts while a question is under way does not get its answer, but a later one."""
+    go, states = asyncio.Event(), iter(["RUNNING", "DELETED"])
+
+    async def held() -> Reply:
+        state = next(states)
+        await go.wait()
+        return reply(200, {"state": f"JOB_STATE_{state}"})
+
+    dumb.control = held
+    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=20)
+    async with asyncio.timeout(10):
+        first = asyncio.create_task(control.state())
+        while dumb.asked < 1:
+            await asyncio.sleep(0.01)
+        later = [asyncio.create_task(control.state()) for _ in range(9)]
+        while dumb.asked < 2:
+            await asyncio.sleep(0.01)
+        later[0].cancel()
+        go.set()
+        assert await first == "RUNNING"
+        assert set(await asyncio.gather(*later[1:])) == {"DELETED"}
+    assert dumb.asked == 2
+    assert {one["cache-control"] for one in dumb.questions} == {"no-cache"}
+
+
+async def test_a_question_that_nobody_wants_answered_ends(dumb: Dumb) -> None:
+    """All who asked have gone: so has the question, and the next one is a new one."""
+    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY)
+    asking = asyncio.create_task(control.state())
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await control.state() == "RUNNING"
+    assert dumb.asked == 1
+
+
+async def test_a_busy_loop_is_no_silence(dumb: Dumb) -> None:
+    """The control plane's time does not pass while our own loop has other things to do."""
+    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=2.5)
+
+    async def hog() -> None:
+        while True:
+            time.sleep(0.2)
+            await asyncio.sleep(0)
+
+    hogging = asyncio.create_task(hog())
+    begun = time.monotonic()
+    try:
+        assert await control.state() == "RUNNING"
+    finally:
+        hogging.cancel()
+    assert time.monotonic() - begun > 2.5, "it was not busy enough to prove anything"
+
+
 async def test_a_404_that_is_deeply_nested_is_a_404(dumb: Dumb) -> None:
     """What a 404 says may be anything."""
     dumb.state = "JOB_STATE_DELETED"
@@ -170,7 +221,6 @@ async def test_a_404_that_is_deeply_nested_is_a_404(dumb: Dumb) -> None:
     assert response.status_code == 404
 
 
-@pytest.mark.xfail(strict=True, reason="the bound is on the compressed body only")
 async def test_a_404_that_grows_when_unpacked_is_bounded(dumb: Dumb) -> None:
     """A small compressed 404 does not fill the memory."""
     bomb = gzip.compress(bytes(128 << 20))
@@ -190,7 +240,6 @@ async def test_a_404_that_grows_when_unpacked_is_bounded(dumb: Dumb) -> None:
     assert peak < 32 << 20
 
 
-@pytest.mark.xfail(strict=True, reason="the proxy's address is handed on without a scheme")
 def test_a_proxy_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP_PROXY=host:port works with the libraries alone, so it works with us."""
     for name in ("HTTP_PROXY", "http_proxy"):
@@ -200,10 +249,19 @@ def test_a_proxy_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     Target.of("http://gateway.invalid").transport()
 
 
+def test_a_proxy_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALL_PROXY counts where there is nothing more special."""
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ALL_PROXY", "127.0.0.1:9")
+    assert proxy_of("HTTPS://gateway.invalid/x") == "http://127.0.0.1:9"
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:8")
+    assert proxy_of("https://gateway.invalid/x") == "http://127.0.0.1:8"
+
+
 # ---- the native client ---------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="whatever is not JSON counts as a result; so does nothing")
 @pytest.mark.parametrize(
     "odd",
     [
@@ -220,7 +278,60 @@ async def test_a_page_is_not_a_result(client: Client, dumb: Dumb, odd: Reply) ->
         await client.future("m:1").result(timeout_s=0.5)
 
 
-@pytest.mark.xfail(strict=True, reason="only transport errors are caught", raises=httpx.HTTPError)
+async def test_content_types_have_no_case(client: Client, dumb: Dumb) -> None:
+    """Neither those that come nor those that are asked for; parameters do not matter."""
+    dumb.play("retrieve_future", Reply(200, b'{"a":1}', "Application/JSON; charset=UTF-8"))
+    assert await client.future("m:1").result() == {"a": 1}
+    dumb.play("retrieve_future", Reply(200, b"\x01", "application/x-protobuf"))
+    asked = "Application/X-Protobuf, application/json"
+    assert await client.future("m:1").result(accept=asked) == b"\x01"
+    with pytest.raises(Mistake, match="by its name"):
+        await client.future("m:1").result(accept="*/*")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_result_has_a_size(dumb: Dumb, packed: bool) -> None:
+    """More than was said is not kept in memory, packed or not, and not asked for again."""
+    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB, policy=QUICK)
+    body = b'{"x":"' + b"x" * 100_000 + b'"}'
+    headers = (("content-encoding", "gzip"),) if packed else ()
+    answer = Reply(200, gzip.compress(body) if packed else body, headers=headers)
+    dumb.play("retrieve_future", answer, answer)
+    async with Client(target, max_result_bytes=50_000) as small:
+        with pytest.raises(TooLarge):
+            await small.future("m:1").result(timeout_s=5)
+    async with Client(target, max_result_bytes=200_000) as large:
+        assert len((await large.future("m:1").result(timeout_s=5))["x"]) == 100_000
+    assert len(dumb.of("retrieve_future")) == 2
+
+
+async def test_a_wish_to_wait_is_heard_by_polls(client: Client, dumb: Dumb) -> None:
+    """`retry-after-ms` is a pause, for an error and for a result that is not there yet."""
+    dumb.play("retrieve_future", problem(503, "busy", "", retry_after_ms="500"))
+    dumb.play("retrieve_future", reply(408, {}, retry_after_ms="500"))
+    dumb.play("retrieve_future", reply(408, {}, retry_after_ms="nan"))
+    begun = time.monotonic()
+    assert (await client.future("m:create").result())["type"] == "create_model"
+    assert 1.0 < time.monotonic() - begun < 3
+
+
+async def test_what_cannot_be_sent_is_a_mistake(client: Client, dumb: Dumb) -> None:
+    """A header that the HTTP library refuses is refused at once, and not quoted."""
+    odd = "a\n" + "secret"
+    async with asyncio.timeout(2):
+        with pytest.raises(Mistake) as caught:
+            await client.submit("optim_step", "m", 1, b"x", content_type=odd)
+    told = "".join(traceback.format_exception(caught.value, limit=0))
+    assert "secret" not in told
+    assert not dumb.came
+
+
+async def test_info_is_asked_for_again(client: Client, dumb: Dumb) -> None:
+    """A 404 on `get_info` is doubted like that of a poll: asking changes nothing."""
+    dumb.play("get_info", LOST, reply(200, {"model_id": "m"}))
+    assert await client.info("m") == {"model_id": "m"}
+
+
 async def test_an_answer_that_cannot_be_unpacked(client: Client, dumb: Dumb) -> None:
     """Errors are of our one tree, whatever came."""
     odd = Reply(200, b"garbage", headers=(("content-encoding", "gzip"),))
@@ -229,7 +340,6 @@ async def test_an_answer_that_cannot_be_unpacked(client: Client, dumb: Dumb) -> 
         await client.future("m:1").result(timeout_s=0.5)
 
 
-@pytest.mark.xfail(strict=True, reason="a poll that is under way is not cut short")
 async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: Dumb) -> None:
     """`timeout_s` bounds the waiting, also while the server holds the poll."""
 
@@ -244,7 +354,6 @@ async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: 
     assert time.monotonic() - begun < 2
 
 
-@pytest.mark.xfail(strict=True, reason="only silence is bounded, not the whole of an answer")
 @pytest.mark.parametrize("call", ["submit", "result"])
 async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte every now and then does not keep a call going beyond its deadline."""
@@ -273,7 +382,6 @@ async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.Monke
     assert time.monotonic() - begun < 3
 
 
-@pytest.mark.xfail(strict=True, reason="any 2xx counts, whoever it comes from")
 async def test_a_page_does_not_make_a_route_ready(dumb: Dumb) -> None:
     """A load balancer's own page, with status 200, is no trainer that answers."""
 
@@ -286,10 +394,56 @@ async def test_a_page_does_not_make_a_route_ready(dumb: Dumb) -> None:
         await target.warm_up(limit_s=1).run()
 
 
+async def test_a_slow_probe_is_tried_again(dumb: Dumb) -> None:
+    """A probe that takes too long is not the end; how long that is, is said."""
+    dumb.play("get_server_capabilities", reply(200, {}))
+    dumb.hold_s["get_server_capabilities"] = 20.0
+    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
+    seen: list[events.Event] = []
+    await target.warm_up(limit_s=15, probe_s=0.5, emit=seen.append).run()
+    outcomes = [(one.code, one.outcome) for one in seen if isinstance(one, clients.Probed)]
+    assert outcomes == [("timeout", "again"), *[("", "ok")] * 3]
+
+
+async def test_a_warm_up_goes_on_for_as_long_as_was_said(dumb: Dumb) -> None:
+    """`limit_s` is the limit, not the deadline of the backoff between the probes."""
+    dumb.play("get_server_capabilities", *[LOST] * 10)
+    backoff = Policy(attempts=99, base_s=0.1, factor=1.0, max_s=0.1, deadline_s=0.3)
+    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
+    await target.warm_up(limit_s=15, backoff=backoff).run()
+
+
+# ---- connections ---------------------------------------------------------------
+
+
+async def test_requests_under_way_outlive_a_renewal(dumb: Dumb) -> None:
+    """An empty 400 closes nobody else's connection; the next request has a new one."""
+    come, go = asyncio.Event(), asyncio.Event()
+
+    async def held(_: str, path: str, *__: object) -> Reply:
+        if path.endswith("/forward"):
+            come.set()
+            await go.wait()
+        return Reply(200, b"{}")
+
+    dumb.backend = held
+    dumb.play("optim_step", Reply(200, b"{}"), Reply(400, b""))
+    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
+    made = httpx.AsyncClient(transport=target.transport(), base_url=dumb.data)
+    async with asyncio.timeout(10), made as http:
+        slow = asyncio.create_task(http.post("/api/v1/forward"))
+        await come.wait()
+        statuses = [(await http.post("/api/v1/optim_step")).status_code for _ in range(4)]
+        go.set()
+        assert (await slow).status_code == 200
+    assert statuses == [200, 400, 200, 200]
+    before, refused, after, last = (one.peer for one in dumb.of("optim_step"))
+    assert before == refused != after == last
+
+
 # ---- odds and ends -------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="Retried is named and not imported")
 def test_every_public_name_is_there() -> None:
     """`from holdfast.client import *` works."""
     assert [name for name in clients.__all__ if not hasattr(clients, name)] == []
@@ -309,7 +463,6 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.xfail(strict=True, reason="nobody tells the thread that warms up")
 async def test_ctrl_c_ends_the_warm_up(dumb: Dumb) -> None:
     """Who interrupts a connect has no thread that goes on probing in their name."""
     dumb.play("get_server_capabilities", *[LOST] * 99)
@@ -321,7 +474,6 @@ async def test_ctrl_c_ends_the_warm_up(dumb: Dumb) -> None:
     assert b"holdfast-warm-up" not in done.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="all HTTP clients of a pool share one pool of connections")
 def test_a_connection_that_was_refused_is_not_used_again(library: Library) -> None:
     """An empty 400 makes the libraries open a new connection; they do with us as well."""
     library.connect()
@@ -352,7 +504,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.xfail(strict=True, reason="close() does not wait for a holder that is being made")
 async def test_what_is_closed_while_it_opens_is_closed(dumb: Dumb) -> None:
     """close() during the making of a session leaves no heartbeat behind (the SDK's does not)."""
     came, go = asyncio.Event(), asyncio.Event()
