@@ -152,7 +152,8 @@ class RoutesProtocol(Protocol):
             headers = tuple((k.encode(), v.encode()) for k, v in who.headers().items())
             meant = msgspec.structs.replace(call, headers=headers)
             try:
-                reply = await runtime.net.call(route.address, meant, 10.0)
+                limit_s = 8.0 if call.kind == "poll" else 2.0
+                reply = await runtime.net.call(route.address, meant, limit_s)
             except Unavailable as error:
                 return Sent("refused", str(error))
             except UnknownOutcome as error:
