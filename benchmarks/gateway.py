@@ -80,13 +80,20 @@ def _haproxy(folder: Path, listen: int, small: int, large: int) -> procs.Child:
 class Ours:
     """One gateway process, and two jobs that are recorded as RUNNING at the upstreams."""
 
+    access_log = True
+
     def __init__(self, folder: Path, port: int, small: int, large: int) -> None:
         self.url = f"sqlite:///{folder}/ledger.db"
         self.key = ""
         self._upstreams = {"small": small, "large": large}
         self._stack = contextlib.AsyncExitStack()
         settings = GatewaySettings(
-            run="bench", ledger=self.url, name="gateway", folder=str(folder), port=port
+            run="bench",
+            ledger=self.url,
+            name="gateway",
+            folder=str(folder),
+            port=port,
+            access_log=self.access_log,
         )
         argv = [sys.executable, "-m", "holdfast.gateway.process"]
         env = {SETTINGS: msgspec.json.encode(settings).decode()}
@@ -225,7 +232,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-access-log", action="store_true")
     given: Any = parser.parse_args()
+    Ours.access_log = not given.no_access_log
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as name:
         Path(name).chmod(0o755)  # nginx's worker is somebody else
         run(_measure(given.seconds, given.rounds, Path(name)))
