@@ -13,7 +13,7 @@ run: setup ## The main job: simulate every protocol and show that broken ones ar
 	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
-	$(BIN)/python -m pytest -q -m "not long" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not long" -n 3 --dist loadfile
 	$(BIN)/holdfast sim --all --seeds 300 --fresh
 
 test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, thousands of seeds
