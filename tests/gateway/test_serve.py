@@ -70,7 +70,7 @@ def test_what_callers_hear_of_a_job_that_starts_pauses_and_ends(service: Service
     for path in ("/api/v1/optim_step", "/api/v1/retrieve_future"):
         gone = service.ask("POST", service.way("starts", path), b"{}")
         assert (gone.status, gone.json["error"]["code"]) == (410, "job_deleted")
-        assert gone.took_s < 1.0
+        assert gone.took_s < 3.0
 
 
 def test_a_poll_is_held(service: Service) -> None:
