@@ -14,6 +14,7 @@ from gateway.test_stale_routes import TRAINER
 from holdfast.client import native
 from holdfast.client.target import Target
 from holdfast.errors import HoldfastError
+from holdfast.servers import EtcdServer
 from jobs import counts
 
 KINDS = ("gateway.process", "host_process", "counting_trainer.py")
@@ -119,3 +120,12 @@ async def test_nothing_is_lost_and_nothing_done_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_fifty_callers_and_forty_kills(tmp_path: Path, seed: int) -> None:
     await _through(tmp_path, 50, 40, seed, f"sqlite:///{tmp_path}/ledger.db")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_storm_on_etcd(tmp_path: Path) -> None:
+    """The same promises on the ledger for several machines."""
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        url = "etcd://{}:{}".format(*etcd.endpoint)
+        await _through(tmp_path / "serve", 20, 15, 3, url)

@@ -142,16 +142,20 @@ class _NoCompare(RoutesProtocol):
 
 class _Late(Host):
     async def _publish(self, job: Job, address: str) -> None:
-        await self._jobs.update(
-            job.account,
-            job.id,
-            lambda it: decide.ready(
-                msgspec.structs.replace(it.job, state="CREATING"),
-                it.job.epoch,
-                address,
-                self._jobs.wall(),
-            ),
-        )
+        async def late() -> None:
+            await self._runtime.sleep(5 * self._runtime.random.random())
+            await self._jobs.update(
+                job.account,
+                job.id,
+                lambda it: decide.ready(
+                    msgspec.structs.replace(it.job, state="CREATING"),
+                    it.job.epoch,
+                    address,
+                    self._jobs.wall(),
+                ),
+            )
+
+        self._runtime.spawn(late(), name="publishes late")
 
 
 class _AnyEpoch(RoutesProtocol):
