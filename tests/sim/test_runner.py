@@ -32,12 +32,21 @@ def _caught(make: Callable[[], Protocol], seeds: int = 1000) -> Failure:
     raise AssertionError(f"not caught within {seeds} seeds")
 
 
-@pytest.mark.parametrize("seed", [0, 7, 123456789])
-def test_a_seed_is_the_same_story_in_every_process(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("election", 0),
+        ("election", 7),
+        ("election", 123456789),
+        ("routes", 5),
+        ("routes", 1538367380),
+    ],
+)
+def test_a_seed_is_the_same_story_in_every_process(name: str, seed: int) -> None:
     """Nothing but the seed decides: not the hash seed, not the memory layout, not time."""
     told = {
         subprocess.run(
-            [sys.executable, "-c", TELL, "election", str(seed)],
+            [sys.executable, "-c", TELL, name, str(seed)],
             env={"PYTHONHASHSEED": hash_seed, "PATH": ""},
             capture_output=True,
             check=True,

@@ -31,7 +31,8 @@ class Routes:
         self._next: dict[str, asyncio.Task[Seen | None]] = {}
         self._asking: dict[asyncio.Task[Seen | None], int] = {}
         self._slots = asyncio.Semaphore(_READS)
-        self._bells: dict[str, set[asyncio.Event]] = {}
+        self._bells: dict[str, dict[asyncio.Event, None]] = {}
+        """Who waits to hear of a job, in the order of their coming: a seed tells one story."""
         self.ready = asyncio.Event()
         """Set once everything has been read for the first time."""
 
@@ -44,7 +45,7 @@ class Routes:
         revision = self._view.revision
         for name in [name for name, (read_at, _) in self._fresh.items() if read_at <= revision]:
             del self._fresh[name]
-        for name in names:
+        for name in sorted(names):
             for bell in self._bells.get(name, ()):
                 bell.set()
 
@@ -102,7 +103,7 @@ class Routes:
     async def changed(self, account: str, job: str, timeout_s: float) -> None:
         """Wait until something is heard of a job, or the time is over."""
         name, bell = f"{account}/{job}", asyncio.Event()
-        self._bells.setdefault(name, set()).add(bell)
+        self._bells.setdefault(name, {})[bell] = None
         try:
             async with asyncio.timeout(timeout_s):
                 await bell.wait()
@@ -110,6 +111,6 @@ class Routes:
             pass
         finally:
             bells = self._bells[name]
-            bells.discard(bell)
+            del bells[bell]
             if not bells:
                 del self._bells[name]
