@@ -139,8 +139,10 @@ async def test_members_die_and_no_write_is_lost_and_no_event_is_missed(
         revisions = [batch.revision for batch in seen]
         assert revisions == sorted(set(revisions)), "out of order or repeated"
         keys = Counter(event.key for batch in seen for event in batch.events)
-        del keys["/load/~end"]
-        assert set(keys) == set(present) - {"/load/~end"}, "the watch and the range differ"
+        # A write of unknown outcome may still take effect after the last one, and be shown then.
+        due = {key for key, entry in present.items() if entry.mod_revision <= revisions[-1]}
+        assert set(present) - due <= set(load.unknown)
+        assert set(keys) == due, "the watch and the range differ"
         assert set(keys.values()) == {1}
         for batch in seen:
             for event in batch.events:
@@ -164,6 +166,18 @@ async def test_the_next_endpoint_takes_over(cluster: EtcdCluster) -> None:
         assert await ledger.get("/over/1") is None
 
 
+async def written(ledger: EtcdLedger, key: str) -> bool:
+    """Write a key once; False where the servers could not say that it is there."""
+    began = time.monotonic()
+    try:
+        await ledger.txn([absent(key)], [Put(key, b"")])
+        return True
+    except (Unavailable, UnknownOutcome):
+        return False
+    finally:
+        assert time.monotonic() - began < 8, "a write took longer than its limit"
+
+
 async def test_a_paused_member_hangs_nobody(
     cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,13 +192,13 @@ async def test_a_paused_member_hangs_nobody(
             cluster.members[0].pause()
             began = time.monotonic()
             assert await ledger.get("/paused/1") is not None
-            assert time.monotonic() - began < 6, "a read took longer than its limit"
+            assert time.monotonic() - began < 8, "a read took longer than its limit"
             # Moved away from the silent member: from here on nothing waits for it.
-            began = time.monotonic()
-            made = await ledger.txn([], [Put("/paused/2", b"")])
-            assert time.monotonic() - began < 4
-            async with asyncio.timeout(15):
-                assert (await waiting).revision == made.revision
+            # The others may have to elect a leader first: a write may say that it does not know.
+            async with asyncio.timeout(30):
+                while not await written(ledger, "/paused/2"):
+                    await asyncio.sleep(0.05)
+                assert (await waiting).events[0].key == "/paused/2"
             cluster.members[0].resume()
 
 
