@@ -52,7 +52,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "etcd": ("aiohttp",),
     "gateway": ("httptools", "uvloop"),
     "mooncake": ("mooncake",),
-    "train": ("torch", "safetensors", "transformers"),
+    "train": ("torch", "safetensors", "transformers", "peft", "zstandard"),
     "transfer": ("numpy", "xxhash"),
     "views": ("rich",),
     "vllm": ("aiohttp",),

@@ -12,6 +12,7 @@ __all__ = ["about", "broken_names", "find", "names"]
 _SOUND = {
     "election": "leader election with fencing tokens (the ledger's own small protocol)",
     "fleet": "replicas go from version to version together",
+    "operations": "trainers die and overlap, clients repeat and reorder: promise 2",
     "queue": "put, claim, fetch, acknowledge: promises 3 and 4",
     "rendezvous": "nodes meet, hold ranks, are replaced, leave together: promise 5",
     "routes": "jobs move, gateways lag, callers are told the truth: promise 1",

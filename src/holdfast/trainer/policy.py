@@ -1,0 +1,54 @@
+"""How patient a trainer is, and how much it keeps: one table, checked at start."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Policy"]
+
+
+class Policy(BaseModel):
+    """Bounds of a trainer. Unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gap_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="How long a missing number holds up later ones before it is given up; "
+        "longer than clients try to send one (5 minutes).",
+    )
+    checkpoint_s: float = Field(
+        default=10.0, ge=0, description="Seconds of computing after which to checkpoint."
+    )
+    checkpoint_ops: int = Field(
+        default=256, ge=1, description="Operations after which to checkpoint, at the latest."
+    )
+    checkpoint_bytes: int = Field(
+        default=256 << 20, ge=1, description="Bytes of journal after which to checkpoint."
+    )
+    keep_results: int = Field(
+        default=1000, ge=1, description="Results per model that are kept however old they are."
+    )
+    result_s: float = Field(
+        default=3600.0, ge=0, description="How long a result is kept, however many follow."
+    )
+    max_waiting: int = Field(
+        default=4096, ge=1, description="Operations per model that may wait; then 429."
+    )
+    max_models: int = Field(default=64, ge=1, description="Models at once.")
+    max_sessions: int = Field(default=10_000, ge=1, description="Sessions at once.")
+    max_samplers: int = Field(default=10_000, ge=1, description="Sampling sessions at once.")
+    poison_deaths: int = Field(
+        default=3,
+        ge=1,
+        description="An operation during which so many trainers died is not tried again.",
+    )
+    room_s: float = Field(
+        default=300.0, ge=0, description="How long to wait for room on a full disk."
+    )
+    session_s: float = Field(
+        default=86_400.0, gt=0, description="A session that is not heard of for so long ends."
+    )
+    sampler_keep: int = Field(
+        default=16, ge=1, description="Unnamed sampler weights that are kept per model."
+    )
+    upkeep_s: float = Field(default=2.0, gt=0, description="How often to look for what is old.")

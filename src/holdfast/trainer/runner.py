@@ -1,0 +1,519 @@
+"""Carries operations out, one at a time, and makes what came of them durable.
+
+- Operations of a model are carried out in the order of their numbers. After a restart the
+  same loop carries them out again, from the last checkpoint on: what has a result keeps it,
+  and is computed again only for its effect on the model.
+- A result is posted before the next operation begins, so results become durable in order. A
+  checkpoint is begun when all results before it are durable, and counts as soon as the vault
+  has it: what it covers is never carried out again, and its entries may go.
+- What loads saved weights ends with a checkpoint: what was saved may be replaced later, and a
+  replay must not read it again. A trainer that dies between the two leaves the one operation
+  that has had its effect and has no result; its successor supplies that (`supply`).
+- `Now` says in the journal what is being carried out. An operation during which several
+  trainers died is not tried again: it has failed.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from holdfast import events, faults
+from holdfast.errors import Corrupt, Gone, HoldfastError, Mistake, NotFound, Retriable
+from holdfast.ledger.records import put
+from holdfast.ledger.types import Delete
+from holdfast.trainer import ops
+from holdfast.trainer.core import Core, State, channel_of, checkpoints_of, sampler_name
+from holdfast.trainer.journal import Write
+from holdfast.trainer.ops import Failed, Op, Outcome
+from holdfast.trainer.paths import SAMPLER, STATE, unparse
+from holdfast.trainer.records import Entry, Model, Now, Result, Sampler, Save, check_name
+from holdfast.trainer.seams import Kept, Snapshot
+from holdfast.trainer.segments import read_content
+
+__all__ = ["Runner"]
+
+BEFORE = faults.declare("trainer.compute.before", "about to carry an operation out")
+AFTER = faults.declare("trainer.compute.after", "carried out, no result recorded")
+SETTLED = faults.declare("trainer.result.after", "the result is recorded, nobody has heard it")
+CAPTURED = faults.declare("trainer.checkpoint.captured", "state captured, nothing kept")
+KEPT = faults.declare("trainer.checkpoint.kept", "checkpoint kept, nothing trimmed")
+TRIMMED = faults.declare("trainer.checkpoint.trimmed", "trimmed on record, entries still there")
+EXPORTED = faults.declare("trainer.publish.kept", "sampler weights kept, not recorded")
+SAVED = faults.declare("trainer.save.kept", "saved weights kept, not recorded")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CHECKPOINTS = 2
+_CHUNK = 100
+_WAIT_S = 0.5
+
+
+class Quarantined(events.Event, frozen=True, tag="trainer.quarantined"):
+    """An operation is not tried again."""
+
+    line: str
+    number: int
+    deaths: int
+
+
+class Differs(events.Event, frozen=True, tag="trainer.differs"):
+    """Carried out again, an operation gave another result; the first one stays."""
+
+    line: str
+    number: int
+
+
+class Checkpointed(events.Event, frozen=True, tag="trainer.checkpointed"):
+    """A model can be restored up to this operation without carrying it out again."""
+
+    line: str
+    number: int
+    bytes: int
+
+
+class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
+    """Something cannot be kept at the moment; it is tried again."""
+
+    reason: str
+
+
+class CheckpointFailed(events.Event, frozen=True, tag="trainer.checkpoint_failed"):
+    """No checkpoint was made; the next one will be."""
+
+    reason: str
+
+
+@dataclass
+class Effect:
+    """What came of an operation, and what is to be recorded together with its result."""
+
+    outcome: Outcome
+    writes: Sequence[Write] = ()
+    model: Model | None = None
+    sampler: tuple[str, Sampler] | None = None
+    save: tuple[tuple[str, str, str], Save] | None = None
+    trims: bool = False
+    """Whether the model's checkpoint is at this operation now."""
+
+
+class Runner:
+    """The one who computes. `run` ends only with an error: then the process must end."""
+
+    def __init__(self, core: Core, now: Now | None) -> None:
+        self._core = core
+        self._suspect = now
+        self._last = ""
+
+    async def run(self) -> None:
+        """Carry out whatever there is, for ever."""
+        core = self._core
+        while True:
+            state = self._pick()
+            if state is None:
+                core.work.clear()
+                if self._pick() is None:
+                    await core.work.wait()
+                continue
+            number = state.line.next()
+            assert number is not None
+            state.busy = True
+            try:
+                await self.carry_out(state, number)
+            finally:
+                state.busy = False
+
+    def _pick(self) -> State | None:
+        """The next line that has something to do, in turn."""
+        names = [name for name, state in self._core.lines.items() if not state.ended]
+        if self._last in names:
+            at = names.index(self._last) + 1
+            names = names[at:] + names[:at]
+        for name in names:
+            if self._core.lines[name].line.next() is not None:
+                self._last = name
+                return self._core.lines[name]
+        return None
+
+    # ---- one operation ---------------------------------------------------------
+
+    async def carry_out(self, state: State, number: int) -> None:
+        """Carry out one operation and post its result."""
+        core, line = self._core, state.line
+        entry, known = line.entries[number], line.results.get(number)
+        if self._passes_over(entry, known):
+            line.finish(number)
+            return
+        op = ops.decode_op(read_content(entry.content, core.segments))
+        if known is not None and not _changes_state(op):
+            line.finish(number)
+            return
+        deaths = self._deaths(state.name, number) if known is None else 0
+        if deaths >= core.policy.poison_deaths:
+            await self._quarantine(state, number, entry, deaths)
+            return
+        begun = core.journal.post(
+            put(core.keys.now, Now(line=state.name, number=number, deaths=deaths))
+        )
+        if deaths:
+            await begun
+        await faults.apoint(BEFORE)
+        started = core.runtime.now()
+        effect = await self._effect(state, number, op)
+        state.since_s += core.runtime.now() - started
+        await faults.apoint(AFTER)
+        if known is None:
+            await self._settle(state, number, entry, effect)
+        elif ops.encode(effect.outcome) != read_content(known.content, core.segments):
+            events.emit(Differs(line=state.name, number=number))
+        line.finish(number)
+        if effect.trims:
+            await core.journal.flushed()
+            await self._trim(state, number)
+        await self._checkpoint_if_due(state, number, op)
+
+    def _passes_over(self, entry: Entry, known: Result | None) -> bool:
+        """Whether it had no effect, and so has none in a replay."""
+        return entry.skip or (known is not None and known.failed)
+
+    def _deaths(self, name: str, number: int) -> int:
+        """How many trainers have died of it, as far as is known."""
+        suspect = self._suspect
+        if suspect is None or (suspect.line, suspect.number) != (name, number):
+            return 0
+        return suspect.deaths + 1
+
+    async def _quarantine(self, state: State, number: int, entry: Entry, deaths: int) -> None:
+        events.emit(Quarantined(line=state.name, number=number, deaths=deaths))
+        outcome = Failed(
+            error=f"{deaths} trainers died while they carried this operation out: "
+            "it is not tried again, and had no effect",
+            category="server",
+        )
+        # A tombstone: a replay passes over it.
+        skip = msgspec.structs.replace(entry, skip=True)
+        state.line.entries[number] = skip
+        effect = Effect(outcome, [put(self._core.keys.op(state.name, number), skip)])
+        await self._settle(state, number, entry, effect)
+        state.line.finish(number)
+
+    async def _settle(self, state: State, number: int, entry: Entry, effect: Effect) -> None:
+        """Post the result, and whatever belongs to it, as one."""
+        core = self._core
+        result = await self._patient(lambda: _now(core.result_of, entry, effect.outcome))
+        writes: list[Write] = [put(core.keys.result(state.name, number), result), *effect.writes]
+        if effect.model is not None:
+            state.model = effect.model
+            writes.append(put(core.keys.model(state.name), effect.model))
+        if effect.sampler is not None:
+            name, sampler = effect.sampler
+            writes.append(put(core.keys.sampler(name), sampler))
+        if effect.save is not None:
+            where, save = effect.save
+            core.saves[where] = save
+            writes.append(put(core.keys.save(*where), save))
+        if not state.line.ordered:
+            writes.append(Delete(core.keys.op(state.name, number)))
+        posted = core.journal.post(*writes)
+
+        def durable(done: "asyncio.Future[None]") -> None:
+            if done.cancelled() or done.exception() is not None:
+                return
+            faults.point(SETTLED)
+            if effect.sampler is not None:
+                core.add_sampler(*effect.sampler)
+            core.settled(state, number, result)
+
+        posted.add_done_callback(durable)
+
+    async def _effect(self, state: State, number: int, op: Op) -> Effect:
+        """Do it. What the caller has done wrong is a result, and has no effect."""
+        try:
+            if isinstance(op, ops.Sample):
+                return Effect(await self._sample(state, number, op))
+            if not isinstance(op, ops.CreateModel):
+                await self._have(state)
+            match op:
+                case ops.CreateModel():
+                    return await self._create(state, number, op)
+                case ops.ForwardBackward() | ops.OptimStep():
+                    return Effect(await self._core.compute.apply(state.name, number, op))
+                case ops.SaveWeights():
+                    return await self._save(state, number, op)
+                case ops.SaveForSampler():
+                    return await self._publish(state, number, op)
+                case ops.LoadWeights():
+                    return await self._load(state, number, op)
+                case ops.Unload():
+                    return await self._unload(state)
+                case ops.Skip():
+                    return Effect(Failed(error=op.reason))
+        except Mistake as error:
+            return Effect(Failed(error=str(error)))
+        except Retriable as error:
+            if _changes_state(op):
+                raise  # perhaps half done: begin again from the journal
+            return Effect(Failed(error=str(error), category="server"))
+
+    async def _patient(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Wait for room, on a disk or wherever; what was asked for is not lost meanwhile."""
+        runtime = self._core.runtime
+        until = runtime.now() + self._core.policy.room_s
+        while True:
+            try:
+                return await call()
+            except Retriable as error:
+                if runtime.now() >= until:
+                    raise
+                events.emit(Waiting(reason=str(error)))
+                await runtime.sleep(_WAIT_S)
+
+    # ---- models ----------------------------------------------------------------
+
+    async def supply(self) -> None:
+        """Give results to operations that a checkpoint covers, and whose trainer died then."""
+        for state in self._core.lines.values():
+            line = state.line
+            if state.model is None or state.ended or line.done < 0:
+                continue
+            for number in [one for one in line.entries if one <= line.done]:
+                if number not in line.results and not line.entries[number].skip:
+                    content = line.entries[number].content
+                    op = ops.decode_op(read_content(content, self._core.segments))
+                    effect = Effect(_loaded(state.name, op))
+                    await self._settle(state, number, line.entries[number], effect)
+
+    async def _have(self, state: State) -> None:
+        """Make sure that the model is in memory, as it was at its last checkpoint."""
+        if state.loaded:
+            return
+        core, model = self._core, state.model
+        assert model is not None
+        if state.restorable is None:
+            # Its creation failed: whatever is asked of it fails, too.
+            raise NotFound(f"the model {state.name} could not be created")
+        # What was passed over since then had no effect on it.
+        channel, version = checkpoints_of(state.name), state.restorable
+        kept = await self._patient(lambda: core.vault.load(channel, version))
+        await core.compute.restore(state.name, model.base, model.lora, kept)
+        state.loaded = True
+
+    async def _create(self, state: State, number: int, op: ops.CreateModel) -> Effect:
+        core, model = self._core, state.model
+        assert model is not None
+        await core.compute.create(state.name, model.base, model.lora)
+        state.loaded = True
+        outcome = ops.Created(model=state.name)
+        if op.load is None:
+            return Effect(outcome)
+        try:
+            return await self._load(state, number, op.load, outcome)
+        except Mistake:
+            await core.compute.drop(state.name)
+            state.loaded = False
+            raise
+
+    async def _load(
+        self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
+    ) -> Effect:
+        core = self._core
+        save = core.find_save(op.path)
+        model, folder, name = op.path.removeprefix("tinker://").split("/")
+        if op.optimizer and not save.optimizer:
+            raise Mistake(f"{op.path} has no optimizer state: load it without")
+        try:
+            kept = await self._patient(
+                lambda: core.vault.load(channel_of(model, folder, name), save.version)
+            )
+        except (Gone, NotFound) as error:
+            raise Mistake(f"{op.path} is no longer there: {error}") from error
+        await core.compute.load(state.name, kept, optimizer=op.optimizer)
+        state_now = await core.compute.capture(state.name)
+        await core.journal.flushed()
+        channel = checkpoints_of(state.name)
+        await self._patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
+        return Effect(outcome or ops.Loaded(path=op.path), trims=True)
+
+    async def _unload(self, state: State) -> Effect:
+        assert state.model is not None
+        await self._core.compute.drop(state.name)
+        state.loaded = False
+        ended = msgspec.structs.replace(state.model, ended=True)
+        return Effect(ops.Done(what="unload_model", model=state.name), model=ended)
+
+    # ---- saving ----------------------------------------------------------------
+
+    async def _save(self, state: State, number: int, op: ops.SaveWeights) -> Effect:
+        core = self._core
+        name = check_name("save", op.name or f"{number:06}")
+        where = (state.name, STATE, name)
+        there = core.saves.get(where)
+        if there is not None and there.number != number and not op.overwrite:
+            raise Mistake(f"{unparse(*where)} is there already: say overwrite, or another name")
+        snapshot = await core.compute.capture(state.name)
+        kept = await self._patient(
+            lambda: core.vault.save(channel_of(*where), number, snapshot, 1)
+        )
+        await faults.apoint(SAVED)
+        save = self._record(state, name, number, kept, op.ttl_s, optimizer=True)
+        return Effect(ops.Saved(path=unparse(*where)), save=(where, save))
+
+    async def _publish(self, state: State, number: int, op: ops.SaveForSampler) -> Effect:
+        core = self._core
+        model = state.model
+        assert model is not None
+        snapshot = await core.compute.export(state.name)
+        if op.name is None and op.session_seq is not None:
+            channel = f"{state.name}.sampler"
+            keep = core.policy.sampler_keep
+            kept = await self._patient(lambda: core.vault.save(channel, number, snapshot, keep))
+            await faults.apoint(EXPORTED)
+            sampler = Sampler(
+                session=model.session,
+                base=model.base,
+                lora=model.lora,
+                channel=channel,
+                version=kept.version,
+            )
+            session = sampler_name(model.session, op.session_seq)
+            return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
+        name = check_name("save", op.name or f"{number:06}")
+        where = (state.name, SAMPLER, name)
+        there = core.saves.get(where)
+        if there is not None and there.number != number:
+            raise Mistake(f"{unparse(*where)} is there already: use another name")
+        kept = await self._patient(
+            lambda: core.vault.save(channel_of(*where), number, snapshot, 1)
+        )
+        await faults.apoint(EXPORTED)
+        save = self._record(state, name, number, kept, op.ttl_s, optimizer=False)
+        return Effect(ops.SamplerSaved(path=unparse(*where)), save=(where, save))
+
+    def _record(
+        self,
+        state: State,
+        name: str,
+        number: int,
+        kept: Kept,
+        ttl_s: int | None,
+        *,
+        optimizer: bool,
+    ) -> Save:
+        assert state.model is not None
+        now = self._core.wall()
+        return Save(
+            name=name,
+            number=number,
+            version=kept.version,
+            base=state.model.base,
+            lora=state.model.lora,
+            optimizer=optimizer,
+            bytes=kept.bytes,
+            created_at=now,
+            expires_at=now + ttl_s if ttl_s else 0.0,
+        )
+
+    async def _sample(self, state: State, number: int, op: ops.Sample) -> Outcome:
+        core, sampler = self._core, state.sampler
+        if sampler is None:
+            raise Mistake(f"{state.name} is a model: sample with a sampling session")
+        key = f"{sampler.channel}@{sampler.version}" if sampler.channel else sampler.base
+        if not core.compute.has_sampler(key):
+            snapshot = None
+            if sampler.channel:
+                try:
+                    snapshot = await self._patient(
+                        lambda: core.vault.load(sampler.channel, sampler.version)
+                    )
+                except (Gone, NotFound) as error:
+                    raise Mistake(f"its weights are no longer kept: {error}") from error
+            await core.compute.open_sampler(key, sampler.base, sampler.lora, snapshot)
+        return await core.compute.sample(key, state.name, number, op)
+
+    # ---- checkpoints -----------------------------------------------------------
+
+    async def _checkpoint_if_due(self, state: State, number: int, op: Op) -> None:
+        policy = self._core.policy
+        count = number - state.line.trimmed
+        due = (
+            count >= policy.checkpoint_ops
+            or state.since_s >= policy.checkpoint_s
+            or state.since_bytes >= policy.checkpoint_bytes
+        )
+        # Behind a step there are no gradients to be kept; but it must not wait for ever.
+        good = isinstance(op, ops.OptimStep) or count >= 2 * policy.checkpoint_ops
+        if not due or not good or not state.loaded or state.saving is not None:
+            return
+        snapshot = await self._core.compute.capture(state.name)
+        await faults.apoint(CAPTURED)
+        state.since_s, state.since_bytes = 0.0, 0
+
+        work = self._checkpoint(state, number, snapshot)
+        state.saving = self._core.runtime.spawn(work, name=f"checkpoint {state.name}:{number}")
+        state.saving.add_done_callback(self._checked)
+
+    async def _checkpoint(self, state: State, number: int, snapshot: Snapshot) -> None:
+        try:
+            await self._core.journal.flushed()
+            channel = checkpoints_of(state.name)
+            kept = await self._core.vault.save(channel, number, snapshot, CHECKPOINTS)
+            await faults.apoint(KEPT)
+            events.emit(Checkpointed(line=state.name, number=number, bytes=kept.bytes))
+            await self._trim(state, number)
+        finally:
+            state.saving = None
+
+    def _checked(self, task: "asyncio.Task[None]") -> None:
+        """A checkpoint that fails costs nothing but time, unless we were replaced."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            events.emit(CheckpointFailed(reason=f"{type(error).__name__}: {error}"))
+            if not isinstance(error, HoldfastError):
+                self._core.journal.fail(_as_error(error))
+
+    async def _trim(self, state: State, number: int) -> None:
+        """Remove the entries that a checkpoint has made needless."""
+        core, model = self._core, state.model
+        if model is None or model.ended or model.trimmed >= number:
+            return
+        state.model = msgspec.structs.replace(model, trimmed=number)
+        await core.journal.write(put(core.keys.model(state.name), state.model))
+        await faults.apoint(TRIMMED)
+        old = state.line.trim(number)
+        for at in range(0, len(old), _CHUNK):
+            await core.journal.write(
+                *(Delete(core.keys.op(state.name, one)) for one in old[at : at + _CHUNK])
+            )
+
+
+def _as_error(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+
+def _loaded(model: str, op: Op) -> Outcome:
+    """What came of an operation that ended with a checkpoint."""
+    match op:
+        case ops.LoadWeights():
+            return ops.Loaded(path=op.path)
+        case ops.CreateModel():
+            return ops.Created(model=model)
+        case _:
+            raise Corrupt(f"a checkpoint covers {ops.kind(op)}, which has no result")
+
+
+async def _now(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return call(*args, **kwargs)
+
+
+def _changes_state(op: Op) -> bool:
+    """Whether carrying it out changes what comes after it."""
+    match op:
+        case ops.ForwardBackward():
+            return op.backward
+        case ops.SaveWeights() | ops.SaveForSampler() | ops.Sample() | ops.Skip():
+            return False
+        case _:
+            return True

@@ -1,0 +1,94 @@
+"""One life of a job's trainer: take the seat, read the journal, go on where it ended.
+
+Clients are served from the moment the journal has been read; operations that are still to be
+carried out again hold up only their own results. Whatever goes wrong here ends the process:
+a successor begins from the journal.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.types import Compare
+from holdfast.trainer.core import Core
+from holdfast.trainer.journal import Journal
+from holdfast.trainer.policy import Policy
+from holdfast.trainer.records import Keys
+from holdfast.trainer.runner import Runner
+from holdfast.trainer.seams import Compute, Vault
+from holdfast.trainer.segments import Segments
+from holdfast.trainer.upkeep import Upkeep
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """See the module. `begin`, then serve `core` while `run` runs."""
+
+    journal_type: ClassVar[type[Journal]] = Journal
+    core_type: ClassVar[type[Core]] = Core
+    runner_type: ClassVar[type[Runner]] = Runner
+    upkeep_type: ClassVar[type[Upkeep]] = Upkeep
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        keys: Keys,
+        guards: Sequence[Compare],
+        *,
+        compute: Compute,
+        segments: Callable[[int], Segments],
+        vault: Callable[[Journal], Vault],
+        wall: Callable[[], float],
+        policy: Policy | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._policy = policy or Policy()
+        self._compute = compute
+        self._segments = segments
+        self._vault = vault
+        self._wall = wall
+        self.journal = self.journal_type(runtime, keys, guards)
+        self.core: Core
+        self.runner: Runner
+        self.upkeep: Upkeep
+
+    async def begin(self, epoch: int, *, cycle: int = 0, by: str) -> None:
+        """Take over, and read what there is. `Fenced` when somebody newer is there."""
+        await self.journal.take(epoch, cycle=cycle, by=by, at=self._wall())
+        book = await self.journal.read()
+        segments = self._segments(self.journal.term)
+        self.core = self.core_type(
+            self._runtime,
+            self.journal,
+            segments,
+            self._compute,
+            self._vault(self.journal),
+            self._policy,
+            self._wall,
+        )
+        await self.core.open(book)
+        self.runner = self.runner_type(self.core, book.now)
+        self.upkeep = self.upkeep_type(self.core, segments)
+
+    async def run(self) -> None:
+        """Work until something goes wrong, and raise that."""
+        tasks = [
+            self._runtime.spawn(self._carry_out(), name="trainer: runner"),
+            self._runtime.spawn(self.upkeep.run(), name="trainer: upkeep"),
+            self._runtime.spawn(self.journal.failed(), name="trainer: failed"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.core.wake_all()
+
+    async def _carry_out(self) -> None:
+        await self.runner.supply()
+        await self.runner.run()

@@ -1,0 +1,170 @@
+"""What must be done from time to time: give up missing numbers, end sessions, forget, sweep.
+
+- A missing number is given up with a tombstone and its (bad) result in one transaction; then
+  what waited behind it is carried out.
+- Operations that were promised and can no longer be carried out, because their model was
+  unloaded or its session has ended, fail: nobody waits for them for ever.
+- Results are kept until their session ends, or until they are old and many newer ones are
+  there: that a result was sent once does not mean that it was received.
+"""
+
+import contextlib
+from collections.abc import Iterable
+
+import msgspec
+
+from holdfast import events
+from holdfast.errors import Retriable
+from holdfast.ledger.records import put
+from holdfast.ledger.types import Delete
+from holdfast.trainer import ops
+from holdfast.trainer.core import Core, State
+from holdfast.trainer.journal import Write
+from holdfast.trainer.ops import Failed
+from holdfast.trainer.records import Entry, Place, Result
+from holdfast.trainer.segments import Segments
+
+__all__ = ["Upkeep"]
+
+_CHUNK = 50
+_SWEEP_EVERY = 15
+
+
+class Skipped(events.Event, frozen=True, tag="trainer.skipped"):
+    """A number was given up: its operation never came."""
+
+    line: str
+    number: int
+
+
+class Upkeep:
+    """See the module."""
+
+    def __init__(self, core: Core, segments: Segments) -> None:
+        self._core = core
+        self._segments = segments
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        turn = 0
+        while True:
+            await self._core.runtime.sleep(self._core.policy.upkeep_s)
+            with contextlib.suppress(Retriable):
+                # Whoever was replaced and has nothing to do would not notice otherwise.
+                await self._core.journal.check()
+            await self.look()
+            turn += 1
+            if turn % _SWEEP_EVERY == 1:
+                self._segments.sweep(self.places())
+
+    async def look(self) -> None:
+        """Do whatever is due."""
+        core = self._core
+        now = core.runtime.now()
+        for name, session in list(core.sessions.items()):
+            if not session.ended and now - core.seen.get(name, now) > core.policy.session_s:
+                await self.end_session(name)
+        for state in list(core.lines.values()):
+            if state.ended:
+                await self._retire(state)
+                continue
+            missing = state.line.missing(now, core.policy.gap_s)
+            if missing is not None and missing not in state.pending:
+                await self._skip(state, missing)
+            await self._forget(state)
+
+    async def _skip(self, state: State, number: int) -> None:
+        core = self._core
+        reason = (
+            f"operation {number} did not come for {core.policy.gap_s:g} s while later ones "
+            "waited for it: its number was given up"
+        )
+        skip = ops.Skip(reason=reason)
+        events.emit(Skipped(line=state.name, number=number))
+        # Whoever comes with it while this is written waits, and gets the same result.
+        await core.append(state, number, skip, refused=Failed(error=reason))
+
+    async def end_session(self, name: str) -> None:
+        """End a session, with its models and its sampling sessions."""
+        core = self._core
+        session = core.sessions.get(name)
+        if session is None or session.ended:
+            return
+        ended = msgspec.structs.replace(session, ended=True)
+        core.sessions[name] = ended
+        core.seen.pop(name, None)
+        await core.journal.write(put(core.keys.session(name), ended))
+        for state in list(core.lines.values()):
+            if state.session == name and not state.ended:
+                await self._end(state)
+
+    async def _end(self, state: State) -> None:
+        core = self._core
+        if state.model is not None:
+            state.model = msgspec.structs.replace(state.model, ended=True)
+            await core.journal.write(put(core.keys.model(state.name), state.model))
+        elif state.sampler is not None:
+            state.sampler = msgspec.structs.replace(state.sampler, ended=True)
+            await core.journal.write(put(core.keys.sampler(state.name), state.sampler))
+
+    async def _retire(self, state: State) -> None:
+        """Of a line that has ended: answer who still waits; forget what is left."""
+        core, line = self._core, state.line
+        for number in [one for one in line.entries if line.is_waiting(one)]:
+            if number in line.results or number in line.computed:
+                continue
+            error = f"{state.name} was unloaded, or its session ended, before this was done"
+            result = core.result_of(line.entries[number], Failed(error=error))
+            await core.journal.write(put(core.keys.result(state.name, number), result))
+            core.settled(state, number, result)
+        if line.computed or state.pending or state.busy:
+            return  # it comes to its end first
+        await self._delete([core.keys.op(state.name, one) for one in line.entries])
+        line.entries.clear()
+        if state.loaded:
+            state.loaded = False
+            await core.compute.drop(state.name)
+        if core.sessions[state.session].ended:
+            await self._delete([core.keys.result(state.name, one) for one in line.results])
+            line.results.clear()
+
+    async def _forget(self, state: State) -> None:
+        core, line = self._core, state.line
+        before = core.wall() - core.policy.result_s
+        old = [
+            number
+            for number in line.old_results(before, core.policy.keep_results)
+            if not line.ordered or number <= line.trimmed
+        ]
+        if not old:
+            return
+        line.forget(old)
+        if state.model is not None:
+            state.model = msgspec.structs.replace(state.model, forgotten=line.forgotten[0])
+            await core.journal.write(put(core.keys.model(state.name), state.model))
+        elif state.sampler is not None:
+            told = {str(block): number for block, number in line.forgotten.items()}
+            state.sampler = msgspec.structs.replace(state.sampler, forgotten=told)
+            await core.journal.write(put(core.keys.sampler(state.name), state.sampler))
+        await self._delete([core.keys.result(state.name, one) for one in old])
+
+    async def _delete(self, keys: list[str]) -> None:
+        for at in range(0, len(keys), _CHUNK):
+            writes: list[Write] = [Delete(key) for key in keys[at : at + _CHUNK]]
+            await self._core.journal.write(*writes)
+
+    def places(self) -> set[Place]:
+        """Everything in the segments that is still needed, or will be in a moment."""
+        contents = [
+            *(one.content for state in self._core.lines.values() for one in _entries(state)),
+            *(one.content for state in self._core.lines.values() for one in _results(state)),
+        ]
+        return {one.place for one in contents if one.place is not None} | self._core.young
+
+
+def _entries(state: State) -> Iterable[Entry]:
+    return state.line.entries.values()
+
+
+def _results(state: State) -> Iterable[Result]:
+    return state.line.results.values()
