@@ -1,10 +1,15 @@
 """Servers that several parts' tests share; started once, when the first test asks for them."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from holdfast.servers import EtcdServer
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Whatever runs in the background of a shell ignores Ctrl-C, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

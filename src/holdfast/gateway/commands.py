@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import http.client
 import os
+import shlex
 import socket
 import ssl
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +27,9 @@ from holdfast.machine import state_dir
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["accounts", "serve"]
+
+OWN = "holdfast"
+"""What stands for Holdfast's own trainer."""
 
 _LEDGER = click.option(
     "--ledger",
@@ -48,7 +53,18 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     "trainers",
     multiple=True,
     metavar="[NAME=]COMMAND",
-    help="A command that jobs may be trained by; {port} stands for the port to listen on.",
+    help="A command that jobs may be trained by; {port} stands for the port to listen on. "
+    "'holdfast' stands for Holdfast's own trainer.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=DIRECTORY",
+    help="For Holdfast's own trainer: a Hugging Face model directory that may be trained.",
+)
+@click.option(
+    "--ranks", default=1, show_default=True, help="For Holdfast's own trainer: its processes."
 )
 @click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
 @click.option("--health-path", default="/api/v1/healthz", show_default=True)
@@ -79,11 +95,18 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     show_default=True,
     help="A dead host is noticed after: s.",
 )
-def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object) -> None:
+def serve(
+    url: str | None,
+    run: str,
+    trainers: tuple[str, ...],
+    models: tuple[str, ...],
+    ranks: int,
+    **given: object,
+) -> None:
     """Start the control plane, the gateway and a host for trainers.
 
     \b
-    holdfast serve --trainer 'python my_trainer.py --port {port}'
+    holdfast serve --trainer holdfast           (or --trainer 'python mine.py --port {port}')
     holdfast jobs create my-job                 (in another shell)
 
     Trainers are reached at http://HOST:PORT/training/v1/rlorTrainerJobs/ACCOUNT/JOB, which is
@@ -106,7 +129,9 @@ def serve(url: str | None, run: str, trainers: tuple[str, ...], **given: object)
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
-    parts = _parts(asked, lasting, run, folder, port, _named(trainers))
+    parts = _parts(
+        asked, lasting, run, folder, port, _named(trainers, _own_trainer(models, ranks))
+    )
 
     def announce() -> None:
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
@@ -151,13 +176,28 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
 
 
-def _named(trainers: tuple[str, ...]) -> dict[str, str]:
+def _own_trainer(models: tuple[str, ...], ranks: int) -> str:
+    """The command of Holdfast's own trainer."""
+    if not 1 <= ranks <= 64:
+        raise Mistake(f"--ranks is 1 to 64, not {ranks}")
+    for one in models:
+        name, equals, directory = one.partition("=")
+        if not name or not equals or not (Path(directory) / "config.json").is_file():
+            raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
+    given = [word for one in models for word in ("--model", one)]
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["holdfast", "launch", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return shlex.join([*start, "holdfast.trainer", *given])
+
+
+def _named(trainers: tuple[str, ...], own: str) -> dict[str, str]:
     named = {}
     for text in trainers:
         name, equals, command = text.partition("=")
         if not equals or " " in name or "/" in name:
             name, command = "default", text
-        named[name] = command
+        named[name] = own if command == OWN else command
     return named
 
 

@@ -1,9 +1,10 @@
 """Trainers as processes of this machine: any command that serves HTTP.
 
 The command hears from its environment which incarnation it is (HOLDFAST_RUN, HOLDFAST_JOB,
-HOLDFAST_EPOCH, HOLDFAST_LEDGER), what was asked for (HOLDFAST_SPEC, JSON) and where to listen
-(HOST, PORT; `{port}` in an argument stands for it). It serves when its health path answers with
-2xx. It dies with its host. Its output goes to a file per epoch.
+HOLDFAST_EPOCH, HOLDFAST_LEDGER), what was asked for (HOLDFAST_SPEC, JSON), where to keep files
+(HOLDFAST_FOLDER) and where to listen (HOST, PORT; `{port}` in an argument stands for it). It
+serves when its health path answers with 2xx. It dies with its host. Its output goes to a file
+per epoch.
 
 By default a job names one of the commands that the host was started with: whoever holds an
 API key may then start jobs, but not programs of his choice.
@@ -75,6 +76,7 @@ class LocalLauncher(Launcher):
             "HOLDFAST_EPOCH": str(ticket.epoch),
             "HOLDFAST_LEDGER": self._ledger_url,
             "HOLDFAST_SPEC": msgspec.json.encode(ticket.spec).decode(),
+            "HOLDFAST_FOLDER": str(self._folder / "trainers"),
             "HOST": self._host,
             "PORT": str(port),
         }

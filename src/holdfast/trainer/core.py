@@ -117,6 +117,8 @@ class Core:
         """There may be something to be carried out."""
         self.young: set[Place] = set()
         """Contents that are in a segment and not yet in a line: no sweep may remove them."""
+        self._order = 0
+        """Counts results, over all lines and lives."""
         self._heard: dict[tuple[str, int], asyncio.Event] = {}
 
     async def open(self, book: Book) -> None:
@@ -144,6 +146,8 @@ class Core:
                 if number not in line.results
             }
             self.lines[name] = State(name, line, sampler=sampler)
+        orders = [one.order for known in book.results.values() for one in known.values()]
+        self._order = max(orders, default=0)
         self.work.set()
 
     # ---- sessions --------------------------------------------------------------
@@ -178,6 +182,11 @@ class Core:
         except (Gone, Mistake):
             await self.journal.check()
             raise
+
+    async def heartbeat(self, name: str) -> None:
+        """A sign of life. `Gone` when the session has ended."""
+        async with self._sure():
+            self.session(name)
 
     # ---- models ----------------------------------------------------------------
 
@@ -255,12 +264,12 @@ class Core:
 
     def find(self, name: str) -> State:
         """A line that lives."""
-        state = self._any(name)
+        state = self.find_any(name)
         if state.ended:
             raise Gone(f"{name} was unloaded, or its session has ended")
         return state
 
-    def _any(self, name: str) -> State:
+    def find_any(self, name: str) -> State:
         """A line, whether it lives or not."""
         state = self.lines.get(name)
         if state is None:
@@ -275,6 +284,24 @@ class Core:
         if save is None:
             raise NotFound(f"nothing was saved as {path[:200]}")
         return save
+
+    async def unload(self, name: str, op: ops.Unload) -> str:
+        """Promise to forget a model. It has no number of its own: it is the last one."""
+        async with self._sure():
+            state = self.find_any(name)
+            if state.model is None:
+                raise NotFound(f"there is no model {name[:80]!r}")
+            known = {number: one.kind for number, one in state.line.results.items()}
+            known |= {number: one.kind for number, one in state.line.entries.items()}
+            for number, kind in known.items():
+                if kind == ops.kind(op):
+                    return f"{name}:{number}"
+            for number, (kind, _, writing) in state.pending.items():
+                if kind == ops.kind(op):
+                    await asyncio.shield(writing)
+                    return f"{name}:{number}"
+            used = (state.line.done, *state.line.entries, *state.pending)
+            return await self.submit(name, max(used) + 1, op)
 
     # ---- operations ------------------------------------------------------------
 
@@ -297,7 +324,7 @@ class Core:
     async def _submit(
         self, name: str, number: int, op: Op, refused: Failed | None, also: tuple[Write, ...]
     ) -> str:
-        state = self._any(name)
+        state = self.find_any(name)
         _check_number(number)
         kind, identity = ops.kind(op), self.identity(op)
         if number in state.pending:
@@ -387,6 +414,7 @@ class Core:
 
     def result_of(self, entry: Entry, outcome: Outcome) -> Result:
         """The record of what came of an operation."""
+        self._order += 1
         return Result(
             kind=entry.kind,
             identity=entry.identity,
@@ -394,6 +422,7 @@ class Core:
             at=self.wall(),
             content=self._keep(ops.encode(outcome)),
             failed=isinstance(outcome, Failed),
+            order=self._order,
         )
 
     def settled(self, state: State, number: int, result: Result) -> None:
@@ -416,7 +445,7 @@ class Core:
         if not name or not text.isdecimal() or len(text) > 19:
             raise NotFound(f"{request[:80]!r} was never promised")
         number = int(text)
-        state = self._any(name)
+        state = self.find_any(name)
         outcome = self._known(state, number)
         if outcome is not None:
             return outcome
@@ -436,6 +465,22 @@ class Core:
         if state.ended or state.line.is_forgotten(number) or number <= state.line.trimmed:
             raise Gone(f"the result of {state.name}:{number} is no longer kept")
         raise NotFound(f"{state.name}:{number} was never promised")
+
+    def completions(
+        self, name: str, block: int, cursor: int
+    ) -> tuple[list[tuple[str, int | None]], int]:
+        """Which results of a sampling session came after `cursor`, with their sizes."""
+        state = self.find(name)
+        fresh = [
+            (number, result)
+            for number, result in state.line.results.items()
+            if state.line.block(number) == block and result.order > cursor
+        ]
+        done: list[tuple[str, int | None]] = [
+            (f"{name}:{number}", None if result.failed else _size(result))
+            for number, result in fresh
+        ]
+        return done, max((result.order for _, result in fresh), default=cursor)
 
     def _why_not(self, state: State, number: int) -> Pending:
         line = state.line
@@ -464,6 +509,11 @@ def checkpoints_of(model: str) -> str:
 def channel_of(model: str, folder: str, name: str) -> str:
     """The channel in which something is kept under a name."""
     return f"{model}.{'w' if folder == 'weights' else 's'}.{name}"
+
+
+def _size(result: Result) -> int:
+    content = result.content
+    return len(content.inline or b"") if content.place is None else content.place.length
 
 
 def _check_number(number: int) -> int:

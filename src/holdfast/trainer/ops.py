@@ -89,7 +89,10 @@ class Lora(_Struct, frozen=True):
 
 
 class CreateModel(_Struct, frozen=True, tag="create_model"):
-    """A new model on a base. Number 0 of the model; `load` begins it with saved weights."""
+    """A new model on a base. Number 0 of the model; `load` begins it with saved weights.
+
+    With `load`, an empty `base` means the one that the weights were saved on.
+    """
 
     session: str
     base: str
@@ -192,9 +195,10 @@ Op = (
 
 
 class Created(_Struct, frozen=True, tag="create_model"):
-    """The model is there."""
+    """The model is there; `path` is what it began with, if it was loaded."""
 
     model: str
+    path: str = ""
 
 
 class Output(_Struct, frozen=True, tag="forward_backward"):

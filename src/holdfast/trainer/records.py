@@ -145,6 +145,8 @@ class Result(Record, frozen=True, kw_only=True, omit_defaults=True):
     term: int
     at: float
     content: Content
+    order: int = 0
+    """Counts results in the order in which they were made."""
     failed: bool = False
     """Whether it failed, and so had no effect: a replay passes over it."""
 

@@ -306,11 +306,11 @@ class Runner:
         assert model is not None
         await core.compute.create(state.name, model.base, model.lora)
         state.loaded = True
-        outcome = ops.Created(model=state.name)
         if op.load is None:
-            return Effect(outcome)
+            return Effect(ops.Created(model=state.name))
         try:
-            return await self._load(state, number, op.load, outcome)
+            created = ops.Created(model=state.name, path=op.load.path)
+            return await self._load(state, number, op.load, created)
         except Mistake:
             await core.compute.drop(state.name)
             state.loaded = False
@@ -499,7 +499,7 @@ def _loaded(model: str, op: Op) -> Outcome:
         case ops.LoadWeights():
             return ops.Loaded(path=op.path)
         case ops.CreateModel():
-            return ops.Created(model=model)
+            return ops.Created(model=model, path=op.load.path if op.load else "")
         case _:
             raise Corrupt(f"a checkpoint covers {ops.kind(op)}, which has no result")
 

@@ -1,0 +1,194 @@
+"""The loss of a batch and its gradient: cut into shards, computed by several ranks, put together.
+
+- A batch is cut into a fixed number of shards, whatever the number of ranks. Each shard's
+  gradient is computed by one rank and sent to all; every rank adds them up in the order of the
+  shards: the same bits with 1, 2 and 4 ranks. With `exact=False` each rank adds up its own
+  shards, and one all-reduce does the rest.
+- A shard is computed in batches of bounded size. How it is cut is a function of the data alone.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.engine.base import Tenant
+from holdfast.engine.scoring import token_logprobs
+from holdfast.trainer import losses, ops
+from holdfast.trainer.ranks import Ranks
+
+__all__ = ["SHARDS", "Gradients"]
+
+SHARDS = 4
+BATCH_TOKENS = 16_384
+"""Tokens, with padding, that are computed at once."""
+METRICS = ("loss:sum", "clipped_tokens:sum")
+"""What ranks tell each other of a datum."""
+
+
+@dataclass
+class _Shard:
+    """What one shard gives: its gradient as one vector, its outputs, its metrics."""
+
+    gradient: Tensor
+    logprobs: list[Tensor]
+    metrics: list[dict[str, float]]
+
+
+class Gradients:
+    """Computes with all ranks; every rank gets the same."""
+
+    def __init__(self, ranks: Ranks, *, exact: bool) -> None:
+        self._ranks = ranks
+        self._exact = exact
+
+    def gather(
+        self, tenant: Tenant, op: ops.ForwardBackward, parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+        """Compute our shards, exchange them, and put all of them together in order."""
+        size = sum(one.numel() for one in parameters.values())
+        cuts = [len(op.data) * at // SHARDS for at in range(SHARDS + 1)]
+        shards = [op.data[a:b] for a, b in itertools.pairwise(cuts)]
+        total = torch.zeros(size)
+        logprobs: list[Tensor] = []
+        metrics: list[dict[str, float]] = []
+        mine = {
+            at: self._compute(tenant, op, shard, parameters)
+            for at, shard in enumerate(shards)
+            if shard and at % self._ranks.size == self._ranks.rank
+        }
+        for at, shard in enumerate(shards):
+            if not shard:
+                continue
+            done = self._exchange(mine.get(at), shard, size, at % self._ranks.size)
+            if self._exact:
+                total += done.gradient
+            logprobs.extend(done.logprobs)
+            metrics.extend(done.metrics)
+        if not self._exact:
+            for done in mine.values():
+                total += done.gradient
+            total = self._ranks.total(total)
+        return total, logprobs, metrics
+
+    def _exchange(
+        self, mine: _Shard | None, shard: Sequence[ops.Datum], size: int, owner: int
+    ) -> _Shard:
+        """A shard as its owner has it, on every rank."""
+        if self._ranks.size == 1:
+            assert mine is not None
+            return mine
+        shapes = [_target_shape(datum) for datum in shard]
+        count = sum(int(np.prod(shape)) for shape in shapes)
+        if mine is not None:
+            flat = torch.cat([values.reshape(-1) for values in mine.logprobs])
+            table = _table(mine.metrics)
+            gradient = mine.gradient
+        else:
+            flat = torch.empty(count)
+            table = torch.empty(len(shard), 2 * len(METRICS), dtype=torch.float64)
+            gradient = torch.empty(size)
+        flat = self._ranks.spread(flat, owner)
+        table = self._ranks.spread(table, owner)
+        if self._exact:
+            gradient = self._ranks.spread(gradient, owner)
+        parts = torch.split(flat, [int(np.prod(shape)) for shape in shapes])
+        logprobs = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return _Shard(gradient, logprobs, _metrics(table))
+
+    def _compute(
+        self,
+        tenant: Tenant,
+        op: ops.ForwardBackward,
+        shard: Sequence[ops.Datum],
+        parameters: Mapping[str, Tensor],
+    ) -> _Shard:
+        size = sum(one.numel() for one in parameters.values())
+        gradient = torch.zeros(size)
+        logprobs: list[Tensor] = []
+        metrics: list[dict[str, float]] = []
+        with torch.set_grad_enabled(bool(parameters)):
+            for batch in _batches(shard):
+                scored = self._score(tenant, batch)
+                total = torch.zeros(())
+                for datum, values in zip(batch, scored, strict=True):
+                    one, told = losses.loss(op.loss, values, losses.inputs_of(datum), op.config)
+                    total = total + one
+                    metrics.append(told)
+                    logprobs.append(values.detach().float().cpu())
+                if parameters:
+                    found = torch.autograd.grad(
+                        total, list(parameters.values()), allow_unused=True
+                    )
+                    gradient += _flat(found, parameters)
+        return _Shard(gradient, logprobs, metrics)
+
+    def _score(self, tenant: Tenant, batch: Sequence[ops.Datum]) -> list[Tensor]:
+        """The log probabilities of every datum's targets, each in the shape of its targets."""
+        rows = [np.frombuffer(datum.tokens, "<i4") for datum in batch]
+        longest = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+        for at, row in enumerate(rows):
+            tokens[at, : len(row)] = torch.from_numpy(row.astype(np.int64))
+            mask[at, : len(row)] = 1
+        logits = tenant.logits(tokens, mask)
+        scored = []
+        for at, (datum, row) in enumerate(zip(batch, rows, strict=True)):
+            given = datum.inputs["target_tokens"]
+            wanted = np.frombuffer(given.data, "<i8").reshape(given.shape)
+            targets = torch.from_numpy(wanted.copy()).to(logits.device)
+            mine = logits[at, : len(row)]
+            if targets.ndim == 2:
+                mine = mine.unsqueeze(1).expand(-1, targets.shape[1], -1)
+            scored.append(token_logprobs(mine, targets))
+        return scored
+
+
+def _batches(shard: Sequence[ops.Datum]) -> list[list[ops.Datum]]:
+    """Cut a shard into batches of bounded size, in order: a function of the data alone."""
+    batches: list[list[ops.Datum]] = []
+    longest = 0
+    for datum in shard:
+        length = len(datum.tokens) // 4
+        longest = max(longest, length)
+        if not batches or longest * (len(batches[-1]) + 1) > BATCH_TOKENS:
+            batches.append([])
+            longest = length
+        batches[-1].append(datum)
+    return batches
+
+
+def _flat(found: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat(
+        [
+            (torch.zeros_like(one) if grad is None else grad).reshape(-1).float().cpu()
+            for grad, one in zip(found, parameters.values(), strict=True)
+        ]
+    )
+
+
+def _target_shape(datum: ops.Datum) -> tuple[int, ...]:
+    return tuple(datum.inputs["target_tokens"].shape)
+
+
+def _table(metrics: Sequence[Mapping[str, float]]) -> Tensor:
+    """Metrics as numbers: for each name whether it is there, and its value."""
+    rows = [
+        [*(float(name in one) for name in METRICS), *(one.get(name, 0.0) for name in METRICS)]
+        for one in metrics
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _metrics(table: Tensor) -> list[dict[str, float]]:
+    """What `_table` wrote."""
+    found = []
+    for row in table.tolist():
+        there, values = row[: len(METRICS)], row[len(METRICS) :]
+        triples = zip(METRICS, there, values, strict=True)
+        found.append({name: value for name, is_there, value in triples if is_there})
+    return found

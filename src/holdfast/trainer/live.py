@@ -1,0 +1,117 @@
+"""A trainer's life on a real machine: files, HTTP, and an end that is noticed."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+
+from holdfast.errors import Mistake
+from holdfast.jobs.fence import Incarnation
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.ledger.types import Compare
+from holdfast.trainer.app import App
+from holdfast.trainer.compute import TorchCompute
+from holdfast.trainer.policy import Policy
+from holdfast.trainer.records import Keys, check_name
+from holdfast.trainer.segments import FileSegments
+from holdfast.trainer.service import Service
+from holdfast.trainer.trainer import Trainer
+from holdfast.trainer.vault import WeightsVault
+
+__all__ = ["Life"]
+
+_GRACE_S = 2
+
+
+class Life:
+    """One incarnation: `begin`, then `serve`."""
+
+    def __init__(
+        self,
+        runtime: LiveRuntime,
+        who: Incarnation,
+        compute: TorchCompute,
+        folder: Path,
+        *,
+        guards: Sequence[Compare] = (),
+        policy: dict[str, object] | None = None,
+        cycle: int = 0,
+        sync: bool = False,
+    ) -> None:
+        self._who = who
+        self._compute = compute
+        self._cycle = cycle
+        home = folder / check_name("account", who.account) / check_name("job", who.job)
+        self._trainer = Trainer(
+            runtime,
+            Keys(who.run, who.account, who.job),
+            [who.guard(), *guards],
+            compute=compute,
+            segments=lambda term: FileSegments(home, term, sync=sync),
+            vault=lambda journal: WeightsVault(
+                home / "weights", runtime.ledger, who.run, lambda: journal.guards
+            ),
+            wall=time.time,
+            policy=_policy(policy or {}),
+        )
+
+    async def begin(self, by: str) -> None:
+        """Take over."""
+        await self._trainer.begin(self._who.epoch, cycle=self._cycle, by=by)
+
+    async def serve(self, host: str, port: int, wrap: Callable[[Any], Any]) -> None:
+        """Serve until a signal comes (then end well) or something goes wrong (then raise)."""
+        service = Service(self._trainer.core, self._trainer.upkeep, self._compute)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                wrap(App(service)),
+                host=host,
+                port=port,
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        # The signals are ours, and so is the order in which things end.
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        tasks = [
+            asyncio.create_task(self._trainer.run(), name="trainer"),
+            asyncio.create_task(server._serve(), name="http"),
+            asyncio.create_task(stop.wait(), name="stop"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if not stop.is_set():
+                raise Mistake(f"could not listen at {host}:{port}: is the port taken?")
+        finally:
+            server.should_exit = True
+            for task in tasks:
+                if task is not tasks[1]:
+                    task.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE_S + 1):
+                    await asyncio.gather(*tasks, return_exceptions=True)
+            await self._compute.close()
+
+
+def _policy(given: dict[str, object]) -> Policy:
+    try:
+        return Policy.model_validate(given)
+    except ValidationError as error:
+        known = ", ".join(Policy.model_fields)
+        raise Mistake(
+            f"the trainer's policy is not understood (there are: {known}): {error}"
+        ) from error

@@ -1,0 +1,159 @@
+"""The process of a trainer: what the control plane starts, one per incarnation.
+
+    HOLDFAST_LEDGER=sqlite:///run.db HOLDFAST_RUN=r HOLDFAST_JOB=acme/one HOLDFAST_EPOCH=1 \
+        PORT=8001 python -m holdfast.trainer --folder trainers --model NAME=DIRECTORY
+
+`holdfast serve --trainer holdfast` does this. Under `holdfast launch` (or torchrun) there are
+several ranks: rank 0 serves, all of them compute. It ends with code 5 when somebody newer has
+taken over, and with code 1 when something went wrong: whoever is started next goes on.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from holdfast import cycle, ledger
+from holdfast.errors import HoldfastError, Mistake
+from holdfast.jobs.fence import Fence, Incarnation
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.ledger.types import Compare
+from holdfast.procs import die_with_parent
+
+if TYPE_CHECKING:
+    from holdfast.trainer.compute import TorchCompute
+
+__all__ = ["main"]
+
+TINY = "holdfast/tiny"
+"""The model that is there without any being given."""
+
+
+class Spec(msgspec.Struct, frozen=True):
+    """What a job may ask of its trainer, below `holdfast` in its specification."""
+
+    policy: dict[str, object] = msgspec.field(default_factory=dict)
+
+
+@click.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    envvar="HOLDFAST_FOLDER",
+    required=True,
+    help="Where journal, checkpoints and saved weights lie; the same for every incarnation.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=DIRECTORY",
+    help=f"A Hugging Face model directory that may be trained [default: {TINY}, made here].",
+)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--threads", default=1, show_default=True, help="Threads of torch per rank.")
+@click.option("--fast", is_flag=True, help="Sum gradients in any order: faster, other bits.")
+@click.option("--host", envvar="HOST", default="127.0.0.1", show_default=True)
+@click.option("--port", envvar="PORT", type=int, required=True)
+def main(
+    folder: Path,
+    models: tuple[str, ...],
+    device: str,
+    threads: int,
+    fast: bool,
+    host: str,
+    port: int,
+) -> None:
+    """Be one incarnation of a job's trainer."""
+    die_with_parent(os.getppid())
+    try:
+        _serve(folder, _models(models, folder), device, threads, not fast, host, port)
+    except HoldfastError as error:
+        click.echo(f"holdfast: {type(error).__name__}: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _models(given: tuple[str, ...], folder: Path) -> dict[str, Path]:
+    models: dict[str, Path] = {}
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not equals or not name or not path:
+            raise Mistake(f"--model {one!r}: say NAME=DIRECTORY")
+        models[name] = Path(path).absolute()
+    if not models:
+        from holdfast.engine.tiny import make_tiny
+
+        bases = folder / "bases"
+        bases.mkdir(parents=True, exist_ok=True)
+        models[TINY] = make_tiny(bases / "tiny").absolute()
+    return models
+
+
+def _serve(
+    folder: Path,
+    models: dict[str, Path],
+    device: str,
+    threads: int,
+    exact: bool,
+    host: str,
+    port: int,
+) -> None:
+    from holdfast.engine.determinism import settle
+    from holdfast.trainer.compute import TorchCompute, follow
+    from holdfast.trainer.machine import Machine
+    from holdfast.trainer.ranks import from_env
+
+    settle(threads)
+    who = Incarnation.from_env()
+    ranks = from_env()
+    machine = Machine(models, who.run, ranks, device=device, exact=exact)
+    if ranks.rank != 0:
+        follow(machine, ranks)
+        return
+    compute = TorchCompute(machine, ranks)
+    asyncio.run(_run(who, compute, folder, host, port))
+
+
+async def _run(
+    who: Incarnation, compute: "TorchCompute", folder: Path, host: str, port: int
+) -> None:
+    from holdfast.trainer.live import Life
+
+    url = os.environ["HOLDFAST_LEDGER"]
+    spec = _spec(os.environ.get("HOLDFAST_SPEC", "{}"))
+    async with ledger.open(url) as opened:
+        life = Life(
+            LiveRuntime(opened, seed=secrets.randbits(64)),
+            who,
+            compute,
+            folder,
+            guards=_guards(),
+            policy=spec.policy,
+            cycle=cycle.number(),
+            sync=_must_sync(url),
+        )
+        await life.begin(f"{os.getpid()}-{secrets.token_hex(8)}")
+        await life.serve(host, port, lambda app: Fence(app, who))
+
+
+def _spec(text: str) -> Spec:
+    wish = msgspec.json.decode(text).get("holdfast") or {}
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(wish, Spec)
+    raise Mistake(f"the field 'holdfast' of the job is not understood: {str(wish)[:200]}")
+
+
+def _guards() -> list[Compare]:
+    """Under `holdfast launch`, this cycle; otherwise nothing beside the job's epoch."""
+    return [cycle.guard()] if cycle.number() else []
+
+
+def _must_sync(url: str) -> bool:
+    """Whether the ledger survives a loss of power, and so the journal's files must, too."""
+    return not url.startswith("sqlite:") or "sync=full" in url

@@ -1,0 +1,308 @@
+"""The trainer behind HTTP: each endpoint of Tinker's protocol is one method.
+
+Requests become operations (`wire`), operations become promises (`core`); nothing is decided
+here. A poll is held until its result is there, so that clients need not ask often. What a
+client did wrong *in* an operation is the result of its promise, of category `user`, and uses
+its number up; what is wrong with a request that has no number is a 4xx at once.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from holdfast import events
+from holdfast.errors import HoldfastError, Mistake, NotFound
+from holdfast.timeouts import DEFAULTS
+from holdfast.trainer import ops
+from holdfast.trainer.core import Core, Pending
+from holdfast.trainer.ops import Failed
+from holdfast.trainer.upkeep import Upkeep
+from holdfast.trainer.wire import answers, requests
+from holdfast.trainer.wire.answers import Answer
+from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered
+
+__all__ = ["Bases", "Request", "Service"]
+
+PREFIX = "/api/v1/"
+
+
+class Refused(events.Event, frozen=True, tag="trainer.refused"):
+    """A request was not served."""
+
+    labels = ("path", "status")
+
+    path: str
+    status: int
+    reason: str
+
+
+class Bases(Protocol):
+    """What the service tells of base models."""
+
+    def offers(self) -> list[answers.Offer]:
+        """The bases that may be asked for."""
+
+    def about(self, base: str) -> tuple[str, str]:
+        """The architecture and the tokenizer of a base."""
+
+    async def probe(self) -> None:
+        """Compute something, or raise."""
+
+
+class Request:
+    """One request."""
+
+    def __init__(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.raw = body
+
+    def body(self, limits: Limits) -> bytes:
+        """The body, decompressed."""
+        return requests.read_body(
+            self.raw, self.content_type, self.headers.get("content-encoding", ""), limits
+        )
+
+    @property
+    def content_type(self) -> str:
+        """What the body is."""
+        return self.headers.get("content-type", "")
+
+
+Handler = Callable[[bytes, Request], Awaitable[Answer]]
+
+
+class Service:
+    """See the module. `answer` is all there is."""
+
+    def __init__(
+        self,
+        core: Core,
+        upkeep: Upkeep,
+        bases: Bases,
+        *,
+        hold_s: float = DEFAULTS.poll_hold_s,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self._core = core
+        self._upkeep = upkeep
+        self._bases = bases
+        self._hold_s = hold_s
+        self._limits = limits
+        self._posts: dict[str, Handler] = {
+            "client/config": self._config,
+            "client/dynamic_config": self._config,
+            "telemetry": self._telemetry,
+            "probe": self._probe,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "unload_model": self._unload_model,
+            "forward": self._forward,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "load_weights": self._load_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "create_sampling_session": self._create_sampler,
+            "join_sampling_session": self._join_sampler,
+            "asample": self._asample,
+            "retrieve_future": self._retrieve,
+            "retrieve_futures": self._retrieve_many,
+            "cancel_future": self._cancel,
+            "weights_info": self._weights_info,
+        }
+
+    async def answer(self, request: Request) -> Answer:
+        """Answer one request."""
+        try:
+            return await self._dispatch(request)
+        except HoldfastError as error:
+            answer = answers.refusal(error)
+            events.emit(Refused(path=request.path[:80], status=answer.status, reason=str(error)))
+            return answer
+
+    async def _dispatch(self, request: Request) -> Answer:
+        if not request.path.startswith(PREFIX):
+            raise NotFound(f"there is nothing at {request.path[:80]}: paths begin with {PREFIX}")
+        name = request.path.removeprefix(PREFIX).rstrip("/")
+        if request.method == "GET":
+            return await self._look(name)
+        if request.method != "POST":
+            text = f"{request.method} is not known here"
+            return answers.problem(405, "method", text, allow="GET, POST")
+        if name.startswith("sessions/") and name.endswith("/finish"):
+            await self._upkeep.end_session(name.split("/")[1])
+            return answers.plain({})
+        handler = self._posts.get(name)
+        if handler is None:
+            raise NotFound(f"there is no {name[:80]}")
+        body = request.body(self._limits)
+        try:
+            return await handler(body, request)
+        except BadOp as error:
+            return await self._refuse(error)
+
+    async def _refuse(self, error: BadOp) -> Answer:
+        """Use the number of a bad operation up, so that those behind it need not wait."""
+        failed = Failed(error=str(error))
+        skip = ops.Skip(reason="refused")
+        request = await self._core.submit(error.model, error.seq, skip, refused=failed)
+        return answers.promise(request, model=error.model)
+
+    # ---- looking ---------------------------------------------------------------
+
+    async def _look(self, name: str) -> Answer:
+        match name.split("/"):
+            case ["healthz"]:
+                if self._core.journal.failure is not None:
+                    return answers.problem(503, "ending", str(self._core.journal.failure))
+                return answers.plain({"status": "ok"})
+            case ["get_server_capabilities"]:
+                return answers.capabilities(self._bases.offers(), probe=PREFIX + "probe")
+            case ["samplers", sampler]:
+                state = self._core.find(sampler)
+                if state.sampler is None:
+                    raise NotFound(f"{sampler[:80]} is not a sampling session")
+                return answers.sampler_info(sampler, state.base, None)
+            case _:
+                raise NotFound(f"there is no {name[:80]}")
+
+    async def _config(self, _body: bytes, _request: Request) -> Answer:
+        return answers.plain({})
+
+    async def _telemetry(self, _body: bytes, _request: Request) -> Answer:
+        return answers.plain({"status": "accepted"})
+
+    async def _probe(self, _body: bytes, _request: Request) -> Answer:
+        """Do what training needs: read the ledger, and compute."""
+        await self._core.journal.check()
+        await self._bases.probe()
+        return answers.typed("probe", computed=True)
+
+    # ---- sessions and models ---------------------------------------------------
+
+    async def _create_session(self, body: bytes, _request: Request) -> Answer:
+        ask = requests.create_session(body)
+        session = await self._core.create_session(tuple(ask.tags))
+        return answers.typed("create_session", session_id=session)
+
+    async def _heartbeat(self, body: bytes, _request: Request) -> Answer:
+        await self._core.heartbeat(requests.heartbeat(body))
+        return answers.typed("session_heartbeat")
+
+    async def _create_model(self, body: bytes, _request: Request) -> Answer:
+        return await self._new_model(requests.create_model(body))
+
+    async def _new_model(self, new: requests.NewModel) -> Answer:
+        request, model = await self._core.create_model(new.session, new.model_seq, new.op)
+        return answers.promise(request, model=model)
+
+    async def _get_info(self, body: bytes, _request: Request) -> Answer:
+        model = requests.get_info(body)
+        state = self._core.find(model)
+        if state.model is None:
+            raise NotFound(f"{model[:80]} is not a model")
+        arch, tokenizer = self._bases.about(state.base)
+        rank = state.model.lora.rank if state.model.lora else None
+        return answers.info(model, state.base, arch=arch, tokenizer=tokenizer, lora_rank=rank)
+
+    async def _unload_model(self, body: bytes, _request: Request) -> Answer:
+        model, op = requests.unload_model(body)
+        return answers.promise(await self._core.unload(model, op), model=model)
+
+    # ---- operations ------------------------------------------------------------
+
+    async def _submit(self, ask: Numbered) -> Answer:
+        state = self._core.find_any(ask.model)
+        refused = None
+        try:
+            self._core.compute.check(state.base, ask.op)
+        except Mistake as error:
+            refused = Failed(error=str(error))
+        request = await self._core.submit(ask.model, ask.seq, ask.op, refused=refused)
+        return answers.promise(request, model=ask.model)
+
+    async def _forward(self, body: bytes, request: Request) -> Answer:
+        return await self._submit(requests.forward(body, request.content_type, self._limits))
+
+    async def _forward_backward(self, body: bytes, request: Request) -> Answer:
+        ask = requests.forward_backward(body, request.content_type, self._limits)
+        return await self._submit(ask)
+
+    async def _optim_step(self, body: bytes, _request: Request) -> Answer:
+        return await self._submit(requests.optim_step(body))
+
+    async def _save_weights(self, body: bytes, _request: Request) -> Answer:
+        return await self._submit(requests.save_weights(body))
+
+    async def _save_for_sampler(self, body: bytes, _request: Request) -> Answer:
+        return await self._submit(requests.save_weights_for_sampler(body))
+
+    async def _load_weights(self, body: bytes, _request: Request) -> Answer:
+        ask = requests.load_weights(body)
+        if isinstance(ask, requests.NewModel):
+            return await self._new_model(ask)
+        return await self._submit(ask)
+
+    async def _weights_info(self, body: bytes, _request: Request) -> Answer:
+        save = self._core.find_save(requests.weights_info(body))
+        lora = save.lora
+        trained = (
+            {}
+            if lora is None
+            else {
+                "train_attn": lora.train_attn,
+                "train_mlp": lora.train_mlp,
+                "train_unembed": lora.train_unembed,
+            }
+        )
+        return answers.weights_info(save.base, lora.rank if lora else None, trained)
+
+    # ---- sampling --------------------------------------------------------------
+
+    async def _create_sampler(self, body: bytes, _request: Request) -> Answer:
+        ask = requests.create_sampling_session(body)
+        if not ask.path:
+            self._core.compute.check(ask.base or "", ops.CreateModel(session="", base=""))
+        sampler = await self._core.create_sampler(
+            ask.session, ask.sampler_seq, ask.base or "", ask.path or ""
+        )
+        return answers.typed("create_sampling_session", sampling_session_id=sampler)
+
+    async def _join_sampler(self, body: bytes, _request: Request) -> Answer:
+        count = await self._core.join_sampler(requests.join_sampling_session(body))
+        return answers.typed("join_sampling_session", client_counter=count)
+
+    async def _asample(self, body: bytes, _request: Request) -> Answer:
+        ask = requests.asample(body, self._limits)
+        if ask.session is None or ask.seq is None:
+            raise Mistake("`sampling_session_id` is missing: create a sampling session first")
+        request = await self._core.submit(ask.session, ask.seq, ask.op)
+        sequences = [f"{request}:{at}" for at in range(ask.op.num_samples)]
+        return answers.promise(request, sequences=sequences)
+
+    # ---- results ---------------------------------------------------------------
+
+    async def _retrieve(self, body: bytes, request: Request) -> Answer:
+        ask = requests.retrieve_future(body)
+        got = await self._core.retrieve(ask.request, self._hold_s)
+        if isinstance(got, Pending):
+            return answers.pending(ask.request, got.state, got.reason)
+        accept = request.headers.get("accept", "")
+        return answers.result(got, accept=accept, metadata_only=ask.metadata_only)
+
+    async def _retrieve_many(self, body: bytes, _request: Request) -> Answer:
+        ask = requests.retrieve_futures(body)
+        until = self._core.runtime.now() + min(ask.timeout_s or self._hold_s, self._hold_s)
+        while True:
+            done, cursor = self._core.completions(ask.session, ask.clone, ask.cursor)
+            if done or self._core.runtime.now() >= until:
+                return answers.completions(done, cursor)
+            await asyncio.sleep(0.05)
+
+    async def _cancel(self, body: bytes, _request: Request) -> Answer:
+        requests.cancel_future(body)
+        return answers.plain({})

@@ -1,0 +1,172 @@
+"""Tokens and tensors of requests: raw bytes or lists → what operations are made of.
+
+Everything is little-endian. Integers become int64 and numbers float32, the two kinds that
+operations know. A shape is compared with the bytes there are, and a sparse tensor with the
+`Budget` of its request, before anything is allocated: densifying is what makes few bytes many.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import Mistake, TooLarge
+from holdfast.trainer.ops import Tensor
+from holdfast.trainer.wire import schema
+from holdfast.trainer.wire.body import Limits
+
+__all__ = ["Budget", "tensor_from_lists", "tensor_from_message", "tokens_from_list"]
+
+Array = npt.NDArray[Any]
+
+_FLOAT, _INT64, _INT32, _HALF = (np.dtype(code) for code in ("<f4", "<i8", "<i4", "<u2"))
+_STORED = {
+    schema.DTYPES["float32"]: _FLOAT,
+    schema.DTYPES["int64"]: _INT64,
+    schema.DTYPES["int32"]: _INT32,
+    schema.DTYPES["bfloat16"]: _HALF,
+}
+_MAX_RANK = 4
+
+
+class Budget:
+    """What is left of a request's limits; every array takes its part."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._tokens, self._elements = limits.tokens, limits.elements
+
+    def take_tokens(self, count: int) -> None:
+        """Tokens of one datum."""
+        self._tokens -= count
+        if self._tokens < 0:
+            raise TooLarge("the request has too many tokens: send it in parts")
+
+    def take_elements(self, count: int) -> None:
+        """Elements of one tensor, as if it were dense."""
+        self._elements -= count
+        if self._elements < 0:
+            raise TooLarge("the request's tensors have too many elements: send it in parts")
+
+
+def tokens_from_list(tokens: Sequence[int]) -> bytes:
+    """Token ids as int32 bytes."""
+    try:
+        return np.asarray(tokens, dtype=_INT32).tobytes()
+    except OverflowError:
+        raise Mistake("a token id does not fit into 32 bits") from None
+
+
+def tensor_from_message(message: Any, budget: Budget) -> Tensor:
+    """A `Tensor` message. Without a shape it is one-dimensional."""
+    stored = _STORED.get(message.dtype)
+    if stored is None:
+        raise Mistake(f"dtype {message.dtype} is not known")
+    shape = tuple(message.shape) or None
+    which = message.WhichOneof("encoding")
+    if which == "sparse_csr":
+        csr = message.sparse_csr
+        return _sparse(
+            _widen(_raw(csr.values, stored)),
+            shape,
+            _raw(csr.crow_indices, _INT64),
+            _raw(csr.col_indices, _INT64),
+            budget,
+        )
+    # Without either it is empty: a dense tensor of no bytes looks like none on the wire.
+    data = message.dense if which == "dense" else b""
+    return _dense(_widen(_raw(data, stored)), shape, budget)
+
+
+def tensor_from_lists(
+    data: Sequence[float],
+    dtype: str,
+    shape: Sequence[int] | None,
+    crow: Sequence[int] | None,
+    col: Sequence[int] | None,
+    budget: Budget,
+) -> Tensor:
+    """A tensor as JSON has it: flat lists. Without a shape it is one-dimensional."""
+    values = _numbers(data) if dtype == "float32" else _integers(data, "data")
+    if (crow is None) != (col is None):
+        raise Mistake("sparse_crow_indices and sparse_col_indices belong together")
+    given = None if shape is None else tuple(shape)
+    if crow is None or col is None:
+        return _dense(values, given, budget)
+    crows = _integers(crow, "sparse_crow_indices")
+    return _sparse(values, given, crows, _integers(col, "sparse_col_indices"), budget)
+
+
+def _raw(data: bytes, dtype: "np.dtype[Any]") -> Array:
+    if len(data) % dtype.itemsize:
+        raise Mistake(f"{len(data)} bytes are not a whole number of {dtype.name} elements")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _widen(values: Array) -> Array:
+    """To int64 or float32; a bfloat16 is the upper half of a float32."""
+    if values.dtype == _HALF:
+        return (values.astype("<u4") << np.uint32(16)).view(_FLOAT)
+    return values.astype(_INT64) if values.dtype == _INT32 else values
+
+
+def _numbers(data: Sequence[float]) -> Array:
+    try:
+        with np.errstate(over="ignore"):  # becomes infinite, which whoever needs it refuses
+            return np.asarray(data, dtype=np.float64).astype(_FLOAT)
+    except OverflowError:
+        raise Mistake("a number in data is too large") from None
+
+
+def _integers(data: Sequence[float], name: str) -> Array:
+    if not all(type(value) is int for value in data):
+        raise Mistake(f"{name} has numbers that are not integers")
+    try:
+        return np.asarray(data, dtype=_INT64)
+    except OverflowError:
+        raise Mistake(f"{name} has integers that do not fit into 64 bits") from None
+
+
+def _checked(shape: tuple[int, ...], budget: Budget) -> int:
+    if len(shape) > _MAX_RANK or not all(0 <= size < 2**31 for size in shape):
+        raise Mistake(f"shape {list(shape)[:8]} is not one of a tensor here")
+    count = math.prod(shape)
+    budget.take_elements(count)
+    return count
+
+
+def _dense(values: Array, shape: tuple[int, ...] | None, budget: Budget) -> Tensor:
+    if shape is None:
+        shape = (values.size,)
+    if _checked(shape, budget) != values.size:
+        raise Mistake(f"shape {list(shape)} does not fit {values.size} elements")
+    return _tensor(values, shape)
+
+
+def _sparse(
+    values: Array, shape: tuple[int, ...] | None, crow: Array, col: Array, budget: Budget
+) -> Tensor:
+    """Compressed rows: row `r` has the columns `col[crow[r]:crow[r + 1]]`; the rest is 0."""
+    if shape is None or len(shape) != 2:
+        raise Mistake("a sparse tensor needs a shape of two dimensions")
+    _checked(shape, budget)
+    rows, columns = shape
+    # A tensor of no columns may have any number of rows, and would pass the budget.
+    if rows != crow.size - 1:
+        raise Mistake(f"crow_indices has {crow.size} entries for {rows} rows")
+    if crow[0] != 0 or crow[-1] != values.size or np.any(crow[1:] < crow[:-1]):
+        raise Mistake("crow_indices must go up from 0 to the number of values")
+    if col.size != values.size or np.any((col < 0) | (col >= columns)):
+        raise Mistake(f"col_indices must name one of {columns} columns for every value")
+    row = np.repeat(np.arange(rows), np.diff(crow))
+    if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
+        raise Mistake("col_indices must go up within a row")
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[row, col] = values
+    return _tensor(dense, shape)
+
+
+def _tensor(values: Array, shape: tuple[int, ...]) -> Tensor:
+    kind = "float32" if values.dtype == _FLOAT else "int64"
+    return Tensor(dtype=kind, shape=shape, data=values.tobytes())  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""The two large results, as protobuf and as JSON.
+
+In protobuf the arrays of all datums lie behind each other, with the offsets in bytes. A record
+is rectangular: datums whose arrays have other trailing dimensions begin a new one. Every datum
+of a result has the same fields, and a scalar comes out as an array of one.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from holdfast.trainer.ops import Output, Sampled, Tensor, TopK
+from holdfast.trainer.wire import schema
+
+__all__ = ["output_json", "output_message", "sample_json", "sample_message"]
+
+OUTPUT_TYPE = "ArrayRecord"
+# How the protocol writes a place of a top-k that has no token.
+_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+
+_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+
+
+def output_message(output: Output) -> bytes:
+    """A `ForwardBackwardOutput`."""
+    message = schema.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
+    for name, value in sorted(output.metrics.items()):
+        message.metrics[name] = value
+    for _, group in itertools.groupby(output.outputs, key=_form):
+        _add_record(message, list(group))
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def _form(datum: dict[str, Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, one.dtype, one.shape[1:]) for name, one in sorted(datum.items())]
+
+
+def _add_record(message: Any, datums: list[dict[str, Tensor]]) -> None:
+    record = message.loss_fn_outputs.add(num_datums=len(datums))
+    for name, first in sorted(datums[0].items()):
+        parts = [datum[name].data for datum in datums]
+        ends = list(itertools.accumulate(map(len, parts), initial=0))
+        field = record.fields[name]
+        field.data = b"".join(parts)
+        field.offsets = np.asarray(ends, dtype="<i8").tobytes()
+        field.dtype = schema.DTYPES[first.dtype]
+        field.trailing_shape.extend(first.shape[1:])
+
+
+def output_json(output: Output) -> dict[str, Any]:
+    """The same, without its metrics, as JSON has it."""
+    outputs = [
+        {
+            name: {"data": _values(one), "dtype": one.dtype, "shape": list(one.shape)}
+            for name, one in datum.items()
+        }
+        for datum in output.outputs
+    ]
+    return {"loss_fn_output_type": OUTPUT_TYPE, "loss_fn_outputs": outputs}
+
+
+def _values(tensor: Tensor) -> list[Any]:
+    return _list(tensor.data, tensor.dtype)
+
+
+def _list(data: bytes, dtype: str = "float32") -> list[Any]:
+    values: list[Any] = np.frombuffer(data, dtype=_NUMPY[dtype]).tolist()
+    return values
+
+
+def _tokens(data: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return tokens
+
+
+def sample_message(sampled: Sampled) -> bytes:
+    """A `SampleResponse`."""
+    message = schema.SampleResponse()
+    for one in sampled.sequences:
+        sequence = message.sequences.add(
+            stop_reason=schema.STOP_REASONS[one.stop_reason],
+            tokens=one.tokens,
+            logprobs=one.logprobs,
+        )
+        if one.topk is not None:
+            _fill_topk(sequence.topk_sampled_logprobs, one.topk)
+    if sampled.prompt_logprobs is not None:
+        message.prompt_logprobs = sampled.prompt_logprobs
+    if sampled.topk_prompt is not None:
+        _fill_topk(message.topk_prompt_logprobs, sampled.topk_prompt)
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def _fill_topk(message: Any, topk: TopK) -> None:
+    logprobs = np.frombuffer(topk.logprobs, dtype="<f4")
+    missing = np.isnan(logprobs)
+    tokens = np.frombuffer(topk.tokens, dtype="<i4")
+    message.k, message.length = topk.k, topk.length
+    message.token_ids = np.where(missing, np.int32(_NO_TOKEN), tokens).astype("<i4").tobytes()
+    filled = np.where(missing, np.float32(_NO_LOGPROB), logprobs)
+    message.logprobs = filled.astype("<f4").tobytes()
+
+
+def sample_json(sampled: Sampled) -> dict[str, Any]:
+    """The same as JSON has it."""
+    said: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": one.stop_reason,
+                "tokens": _tokens(one.tokens),
+                "logprobs": _list(one.logprobs),
+            }
+            | ({} if one.topk is None else {"topk_logprobs": _topk_lists(one.topk)})
+            for one in sampled.sequences
+        ],
+    }
+    if sampled.prompt_logprobs is not None:
+        said["prompt_logprobs"] = _list(sampled.prompt_logprobs)
+    if sampled.topk_prompt is not None:
+        said["topk_prompt_logprobs"] = _topk_lists(sampled.topk_prompt)
+    return said
+
+
+def _topk_lists(topk: TopK) -> list[list[tuple[int, float]] | None]:
+    """Per place its tokens with their log probabilities; None where nothing was scored."""
+    pairs = list(zip(_tokens(topk.tokens), _list(topk.logprobs), strict=True))
+    rows = [pairs[at : at + topk.k] for at in range(0, topk.length * topk.k, max(1, topk.k))]
+    return [[pair for pair in row if not math.isnan(pair[1])] or None for row in rows]

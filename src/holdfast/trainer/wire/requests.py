@@ -1,0 +1,292 @@
+"""One function per endpoint: the body of a request → what it asks for.
+
+All of them are pure. The bodies come from `read_body`; what is wrong with one is a `Mistake`,
+or a `BadOp` where its number can be used up. What a client may ask for but we cannot do is
+refused by name, never ignored. Fields that nobody here knows are ignored.
+"""
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+
+from holdfast.errors import Mistake
+from holdfast.trainer.ops import (
+    CreateModel,
+    LoadWeights,
+    Lora,
+    OptimStep,
+    SaveForSampler,
+    SaveWeights,
+    Unload,
+)
+from holdfast.trainer.wire.body import (
+    BadOp,
+    Id,
+    Limits,
+    Numbered,
+    blaming,
+    decode,
+    numbered,
+    read_body,
+)
+from holdfast.trainer.wire.data import forward, forward_backward
+from holdfast.trainer.wire.sampling import (
+    MultiPoll,
+    NewSampler,
+    Poll,
+    Sampling,
+    asample,
+    cancel_future,
+    create_sampling_session,
+    join_sampling_session,
+    retrieve_future,
+    retrieve_futures,
+)
+from holdfast.trainer.wire.sessions import (
+    NewSession,
+    create_session,
+    get_info,
+    heartbeat,
+    metadata,
+    weights_info,
+)
+
+__all__ = [
+    "BadOp",
+    "Limits",
+    "MultiPoll",
+    "NewModel",
+    "NewSampler",
+    "NewSession",
+    "Numbered",
+    "Poll",
+    "Sampling",
+    "asample",
+    "cancel_future",
+    "create_model",
+    "create_sampling_session",
+    "create_session",
+    "forward",
+    "forward_backward",
+    "get_info",
+    "heartbeat",
+    "join_sampling_session",
+    "load_weights",
+    "optim_step",
+    "read_body",
+    "retrieve_future",
+    "retrieve_futures",
+    "save_weights",
+    "save_weights_for_sampler",
+    "unload_model",
+    "weights_info",
+]
+
+# What the protocol fixes, and Fireworks' client sends along.
+LORA_ALPHA = 32
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+_Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_Ttl = Annotated[int, msgspec.Meta(ge=1, le=100 * 366 * 86400)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Below1 = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class NewModel(msgspec.Struct, frozen=True):
+    """The first operation of a model that does not exist yet: number `model_seq` of a session."""
+
+    session: str
+    model_seq: int
+    op: CreateModel
+
+
+class _Model(msgspec.Struct):
+    model_id: Id
+
+
+class _Lora(msgspec.Struct):
+    rank: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+    alpha: float | None = None
+    init_method: str | None = None
+
+
+class _Optimizer(msgspec.Struct):
+    type: str = "adamw"
+
+
+class _CreateModel(msgspec.Struct):
+    session_id: Id
+    model_seq_id: _Index
+    base_model: Id
+    lora_config: _Lora | None = None
+    optimizer_config: _Optimizer | None = None
+    user_metadata: dict[str, Any] | None = None
+    projection_head_dim: int | None = None
+
+
+class _Adam(msgspec.Struct):
+    learning_rate: _NotNegative = 1e-4
+    beta1: _Below1 = 0.9
+    beta2: _Below1 = 0.95
+    eps: _Positive = 1e-12
+    weight_decay: _NotNegative = 0.0
+    grad_clip_norm: _NotNegative = 0.0
+
+
+class _OptimStep(msgspec.Struct):
+    adam_params: _Adam | None = None
+    optimizer_params: _Optimizer | None = None
+    grad_accumulation_normalization: str | None = None
+
+
+class _Save(msgspec.Struct):
+    path: str | None = None
+    ttl_seconds: _Ttl | None = None
+    overwrite: bool = False
+    sampling_session_seq_id: _Index | None = None
+
+
+class _Load(msgspec.Struct):
+    path: _Path
+    optimizer: bool
+    optimizer_config: _Optimizer | None = None
+
+
+class _Addresses(msgspec.Struct):
+    model_id: str | None = None
+    session_id: str | None = None
+
+
+class _LoadNew(_Load):
+    session_id: Id = msgspec.field(default="")
+    model_seq_id: _Index | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+# ---- models --------------------------------------------------------------------------
+
+
+def create_model(body: bytes) -> NewModel:
+    """A request to `create_model`. Rank 0 is how Fireworks' client asks for all the weights."""
+    ask = decode(body, _CreateModel)
+    _only_adam(ask.optimizer_config)
+    if ask.projection_head_dim:
+        raise Mistake("`projection_head_dim` is not supported")
+    op = CreateModel(
+        session=ask.session_id,
+        base=ask.base_model,
+        lora=_lora(ask.lora_config),
+        metadata=metadata(ask.user_metadata),
+    )
+    return NewModel(ask.session_id, ask.model_seq_id, op)
+
+
+def unload_model(body: bytes) -> tuple[str, Unload]:
+    """The model that `unload_model` is about; the protocol gives this operation no number."""
+    return decode(body, _Model).model_id, Unload()
+
+
+def _lora(given: _Lora | None) -> Lora | None:
+    if given is None or given.rank == 0:
+        return None
+    if given.alpha not in (None, LORA_ALPHA):
+        raise Mistake(f"`lora_config.alpha` is always {LORA_ALPHA} here, not {given.alpha:g}")
+    if given.init_method is not None:
+        raise Mistake("`lora_config.init_method` cannot be chosen")
+    if not (given.train_attn or given.train_mlp or given.train_unembed):
+        raise Mistake("`lora_config` trains nothing: set one of its train_* to true")
+    return Lora(
+        rank=given.rank,
+        seed=given.seed or 0,
+        train_attn=given.train_attn,
+        train_mlp=given.train_mlp,
+        train_unembed=given.train_unembed,
+    )
+
+
+def _only_adam(given: _Optimizer | None) -> None:
+    if given is not None and given.type != "adamw":
+        raise Mistake(f"the optimizer {given.type[:40]!r} is not supported: adamw is")
+
+
+# ---- numbered operations ----------------------------------------------------------
+
+
+def optim_step(body: bytes) -> Numbered:
+    """A request to `optim_step`."""
+    model, seq, ask = numbered(body, _OptimStep)
+    with blaming(model, seq):
+        if ask.optimizer_params is not None:
+            _only_adam(ask.optimizer_params)
+        if ask.adam_params is None:
+            raise Mistake("`adam_params` is missing")
+        if ask.grad_accumulation_normalization not in (None, "none"):
+            raise Mistake(
+                "`grad_accumulation_normalization` is not supported: losses are sums, "
+                "so divide `weights` or `advantages` instead"
+            )
+    return Numbered(model, seq, OptimStep(**msgspec.structs.asdict(ask.adam_params)))
+
+
+def save_weights(body: bytes) -> Numbered:
+    """A request to `save_weights`."""
+    model, seq, ask = numbered(body, _Save)
+    with blaming(model, seq):
+        name = _name(ask.path)
+    op = SaveWeights(name=name, overwrite=ask.overwrite, ttl_s=ask.ttl_seconds)
+    return Numbered(model, seq, op)
+
+
+def save_weights_for_sampler(body: bytes) -> Numbered:
+    """A request to `save_weights_for_sampler`: a name, or a new sampling session."""
+    model, seq, ask = numbered(body, _Save)
+    with blaming(model, seq):
+        name = _name(ask.path)
+        if name is not None and ask.sampling_session_seq_id is not None:
+            raise Mistake("`path` and `sampling_session_seq_id` exclude each other")
+    op = SaveForSampler(name=name, session_seq=ask.sampling_session_seq_id, ttl_s=ask.ttl_seconds)
+    return Numbered(model, seq, op)
+
+
+def load_weights(body: bytes) -> Numbered | NewModel:
+    """A request to `load_weights`: into a model, or to begin a new one with.
+
+    A new one is as the weights were saved: `lora` is None, `base` is empty unless it is given.
+    """
+    where = decode(body, _Addresses)
+    if where.session_id is None:
+        model, seq, ask = numbered(body, _Load)
+        with blaming(model, seq):
+            _only_adam(ask.optimizer_config)
+        return Numbered(model, seq, LoadWeights(path=ask.path, optimizer=ask.optimizer))
+    if where.model_id is not None:
+        raise Mistake("`model_id` and `session_id` exclude each other")
+    new = decode(body, _LoadNew)
+    if new.model_seq_id is None:
+        raise Mistake("`model_seq_id` is missing; it belongs to `session_id`")
+    _only_adam(new.optimizer_config)
+    op = CreateModel(
+        session=new.session_id,
+        base=new.base_model or "",
+        load=LoadWeights(path=new.path, optimizer=new.optimizer),
+        metadata=metadata(new.user_metadata),
+    )
+    return NewModel(new.session_id, new.model_seq_id, op)
+
+
+def _name(given: str | None) -> str | None:
+    """A name that is safe as one part of a path, on any file system."""
+    if given is not None and not _NAME.fullmatch(given):
+        raise Mistake(
+            f"`path` is the name of a checkpoint: letters, digits, '_', '-', '.', at most 128, "
+            f"not {given[:80]!r}"
+        )
+    return given

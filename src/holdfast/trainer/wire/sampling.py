@@ -1,0 +1,251 @@
+"""Sampling and futures: `asample`, sampling sessions, and how results are asked for.
+
+The number of a sample counts the requests of one client of a sampling session, from 0; a
+client that was copied into another process counts from a block of its own, so numbers may be
+anything below 2**63.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from holdfast.errors import Mistake, TooLarge
+from holdfast.trainer.ops import Sample
+from holdfast.trainer.wire.body import DEFAULT_LIMITS, Id, Limits, decode
+from holdfast.trainer.wire.data import ModelInput, tokens_of
+
+__all__ = [
+    "MultiPoll",
+    "NewSampler",
+    "Poll",
+    "Sampling",
+    "asample",
+    "cancel_future",
+    "create_sampling_session",
+    "join_sampling_session",
+    "retrieve_future",
+    "retrieve_futures",
+]
+
+_MAX_RETRIEVED = 65536
+_MAX_STOP_CHARS = 1024
+
+_Big = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample of a sampling session (with its number there), or of weights, or of a base."""
+
+    session: str | None = None
+    seq: int | None = None
+    path: str | None = None
+    base: str | None = None
+    op: Sample
+
+
+class NewSampler(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling session number `sampler_seq` of a session: of weights, or of a base."""
+
+    session: str
+    sampler_seq: int
+    path: str | None = None
+    base: str | None = None
+
+
+class Poll(msgspec.Struct, frozen=True):
+    """A question for one result; large ones may be announced first."""
+
+    request: str
+    metadata_only: bool = False
+
+
+class MultiPoll(msgspec.Struct, frozen=True):
+    """A question for all of a sampler's results after `cursor`; `retrieved` ones may go."""
+
+    session: str
+    clone: int
+    cursor: int
+    timeout_s: float | None
+    retrieved: list[str]
+
+
+class _CreateSampler(msgspec.Struct):
+    session_id: Id
+    sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    base_model: Id | None = None
+    model_path: _Path | None = None
+
+
+class _Params(msgspec.Struct):
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str | int] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = -1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+
+
+class _Sample(msgspec.Struct):
+    prompt: ModelInput
+    sampling_params: _Params
+    num_samples: Annotated[int, msgspec.Meta(ge=1)] = 1
+    base_model: Id | None = None
+    model_path: _Path | None = None
+    sampling_session_id: Id | None = None
+    seq_id: _Big | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    target_prompt_logprobs: msgspec.Raw | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+class _Future(msgspec.Struct):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class _Target(msgspec.Struct):
+    sampling_session_id: Id
+    type: str = "sampling_session"
+    cloned_sampler_id: _Big = 0
+
+
+class _Futures(msgspec.Struct):
+    target: _Target
+    prev_cursor: _Big = 0
+    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    retrieved_request_ids: list[Id] = []
+
+
+class _Join(msgspec.Struct):
+    sampling_session_id: Id
+
+
+def create_sampling_session(body: bytes) -> NewSampler:
+    """A request to `create_sampling_session`."""
+    ask = decode(body, _CreateSampler)
+    if ask.model_path is None and ask.base_model is None:
+        raise Mistake("one of `model_path` and `base_model` is needed")
+    return NewSampler(
+        session=ask.session_id,
+        sampler_seq=ask.sampling_session_seq_id,
+        path=ask.model_path,
+        base=ask.base_model,
+    )
+
+
+def join_sampling_session(body: bytes) -> str:
+    """The sampling session that a copied client joins."""
+    return decode(body, _Join).sampling_session_id
+
+
+def asample(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Sampling:
+    """A request to `asample`."""
+    ask = decode(body, _Sample)
+    if ask.sampling_session_id is not None:
+        if ask.seq_id is None:
+            raise Mistake("`seq_id` is missing; it belongs to `sampling_session_id`")
+    elif ask.model_path is None and ask.base_model is None:
+        raise Mistake("one of `sampling_session_id`, `model_path` and `base_model` is needed")
+    return Sampling(
+        session=ask.sampling_session_id,
+        seq=ask.seq_id,
+        path=ask.model_path,
+        base=ask.base_model,
+        op=_sample(ask, limits),
+    )
+
+
+def _sample(ask: _Sample, limits: Limits) -> Sample:
+    if ask.num_samples > limits.samples:
+        raise TooLarge(f"`num_samples` is {ask.num_samples}; {limits.samples} are allowed")
+    if max(ask.topk_prompt_logprobs, ask.topk_sample_logprobs) > limits.topk:
+        raise TooLarge(f"the likeliest {limits.topk} tokens can be asked for, not more")
+    if ask.target_prompt_logprobs not in (None, msgspec.Raw(b"null")):
+        raise Mistake("`target_prompt_logprobs` is not supported: use forward")
+    if ask.prompt_alt_tokens_k:
+        raise Mistake("`prompt_alt_tokens_k` is not supported")
+    if ask.record_stability_info:
+        raise Mistake("`record_stability_info` serves stable_reinforce, which is not supported")
+    prompt = tokens_of(ask.prompt)
+    length = len(prompt) // 4
+    if not 0 < length <= limits.tokens:
+        raise Mistake(f"`prompt` has {length} tokens; 1 to {limits.tokens} are allowed")
+    last = ask.prompt_logprobs_last_n
+    if last is not None and not (ask.prompt_logprobs and last < length):
+        raise Mistake(
+            "`prompt_logprobs_last_n` needs `prompt_logprobs`, and a prompt that is longer"
+        )
+    params = ask.sampling_params
+    if params.top_k == 0:
+        raise Mistake("`top_k` is a number of tokens, or -1 for all of them")
+    strings, tokens = _stops(params.stop, limits)
+    return Sample(
+        prompt=prompt,
+        num_samples=ask.num_samples,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop_strings=strings,
+        stop_tokens=tokens,
+        prompt_logprobs=bool(ask.prompt_logprobs),
+        prompt_logprobs_last_n=last,
+        topk_prompt_logprobs=ask.topk_prompt_logprobs,
+        topk_sample_logprobs=ask.topk_sample_logprobs,
+    )
+
+
+def _stops(
+    given: str | list[str | int] | None, limits: Limits
+) -> tuple[list[str] | None, list[int] | None]:
+    """Strings, or tokens; no list at all is not the same as an empty one."""
+    if given is None:
+        return None, None
+    stops = [given] if isinstance(given, str) else given
+    if len(stops) > limits.stops:
+        raise TooLarge(f"`stop` has {len(stops)} entries; {limits.stops} are allowed")
+    strings = [one for one in stops if isinstance(one, str)]
+    tokens = [one for one in stops if isinstance(one, int)]
+    if strings and tokens:
+        raise Mistake("`stop` has strings or tokens, not both")
+    if any(not 0 < len(one) <= _MAX_STOP_CHARS for one in strings):
+        raise Mistake(f"a string of `stop` has 1 to {_MAX_STOP_CHARS} characters")
+    if any(not 0 <= one < 2**31 for one in tokens):
+        raise Mistake("`stop` has a number that is not a token")
+    return (strings, None) if strings else (None, tokens)
+
+
+# ---- futures ----------------------------------------------------------------------
+
+
+def retrieve_future(body: bytes) -> Poll:
+    """A request to `retrieve_future`."""
+    ask = decode(body, _Future)
+    return Poll(ask.request_id, ask.allow_metadata_only)
+
+
+def retrieve_futures(body: bytes) -> MultiPoll:
+    """A request to `retrieve_futures`."""
+    ask = decode(body, _Futures)
+    if ask.target.type != "sampling_session":
+        raise Mistake(f"futures of a {ask.target.type[:40]!r} are not known")
+    if len(ask.retrieved_request_ids) > _MAX_RETRIEVED:
+        raise TooLarge(f"`retrieved_request_ids` has more than {_MAX_RETRIEVED} entries")
+    return MultiPoll(
+        ask.target.sampling_session_id,
+        ask.target.cloned_sampler_id,
+        ask.prev_cursor,
+        ask.timeout,
+        ask.retrieved_request_ids,
+    )
+
+
+def cancel_future(body: bytes) -> str:
+    """The request that nobody waits for any more."""
+    return decode(body, _Future).request_id

@@ -1,0 +1,79 @@
+"""Sessions, and questions about what there is."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from holdfast.errors import TooLarge
+from holdfast.trainer.wire.body import Id, decode
+
+__all__ = ["NewSession", "create_session", "get_info", "heartbeat", "metadata", "weights_info"]
+
+_MAX_ENTRIES = 64
+_MAX_CHARS = 4096
+
+
+class NewSession(msgspec.Struct, frozen=True):
+    """A client that introduces itself."""
+
+    tags: list[str]
+    metadata: dict[str, str]
+    sdk_version: str
+    name: str | None = None
+
+
+class _CreateSession(msgspec.Struct):
+    sdk_version: str = ""
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
+class _Session(msgspec.Struct):
+    session_id: Id
+
+
+class _Model(msgspec.Struct):
+    model_id: Id
+
+
+class _Weights(msgspec.Struct):
+    tinker_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+def create_session(body: bytes) -> NewSession:
+    """A request to `create_session`."""
+    ask = decode(body, _CreateSession)
+    said = [*ask.tags, ask.sdk_version, ask.display_name or ""]
+    if len(ask.tags) > _MAX_ENTRIES or sum(map(len, said)) > _MAX_CHARS:
+        raise TooLarge("`tags`, `sdk_version` and `display_name` are too long")
+    return NewSession(ask.tags, metadata(ask.user_metadata), ask.sdk_version, ask.display_name)
+
+
+def heartbeat(body: bytes) -> str:
+    """The session that `session_heartbeat` keeps alive."""
+    return decode(body, _Session).session_id
+
+
+def get_info(body: bytes) -> str:
+    """The model that `get_info` asks about."""
+    return decode(body, _Model).model_id
+
+
+def weights_info(body: bytes) -> str:
+    """The path that `weights_info` asks about."""
+    return decode(body, _Weights).tinker_path
+
+
+def metadata(given: dict[str, Any] | None) -> dict[str, str]:
+    """A user's notes. Values that are not text are kept as JSON."""
+    said = {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for key, value in (given or {}).items()
+    }
+    chars = sum(len(key) + len(value) for key, value in said.items())
+    if len(said) > _MAX_ENTRIES or chars > _MAX_CHARS:
+        raise TooLarge(
+            f"`user_metadata` has more than {_MAX_ENTRIES} entries or {_MAX_CHARS} characters"
+        )
+    return said

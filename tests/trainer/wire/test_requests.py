@@ -1,0 +1,128 @@
+"""Requests that no library would send: every one is refused, with its reason."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.errors import Mistake
+from holdfast.trainer.wire import requests
+from holdfast.trainer.wire.body import BadOp, Limits
+
+LIMITS = Limits(tokens=10, samples=4, stops=2, topk=5)
+NUMBERED = {"model_id": "m", "seq_id": 7}
+ADAM = "adam_params"
+PROMPT = {"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, "sampling_params": {}}
+BASE = {**PROMPT, "base_model": "b"}
+MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "why"),
+    [
+        (requests.optim_step, {}, "adam_params"),
+        (requests.optim_step, {ADAM: {"learning_rate": -1}}, "learning_rate"),
+        (requests.optim_step, {ADAM: {"beta1": 1}}, "beta1"),
+        (requests.optim_step, {ADAM: {"beta2": -0.1}}, "beta2"),
+        (requests.optim_step, {ADAM: {"eps": 0}}, "eps"),
+        (requests.optim_step, {ADAM: {"grad_clip_norm": -1}}, "grad_clip_norm"),
+        (requests.optim_step, {ADAM: {"weight_decay": "x"}}, "weight_decay"),
+        (requests.optim_step, {ADAM: {}, "grad_accumulation_normalization": "num_sequences"},
+         "divide"),
+        (requests.save_weights, {"path": "a/b"}, "path"),
+        (requests.save_weights, {"path": "../x"}, "path"),
+        (requests.save_weights, {"path": ".hidden"}, "path"),
+        (requests.save_weights, {"path": "-x"}, "path"),
+        (requests.save_weights, {"path": ""}, "path"),
+        (requests.save_weights, {"path": "x" * 129}, "path"),
+        (requests.save_weights, {"path": "x\n"}, "path"),
+        (requests.save_weights, {"ttl_seconds": 0}, "ttl_seconds"),
+        (requests.save_weights_for_sampler, {"path": "x", "sampling_session_seq_id": 1},
+         "exclude"),
+        (requests.load_weights, {"optimizer": True}, "path"),
+        (requests.load_weights, {"path": "p"}, "optimizer"),
+        (requests.load_weights, {"path": "p", "optimizer": True,
+                                 "optimizer_config": {"type": "dimuon"}}, "dimuon"),
+    ],
+)  # fmt: skip
+def test_bad_operations(ask: Callable[[bytes], Any], fields: dict[str, Any], why: str) -> None:
+    """Each names the field, and carries the number that is now used up."""
+    with pytest.raises(BadOp, match=why) as caught:
+        ask(json.dumps(NUMBERED | fields).encode())
+    assert (caught.value.model, caught.value.seq) == ("m", 7)
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "why"),
+    [
+        (requests.load_weights, {"path": "p", "optimizer": True, "session_id": "s",
+                                 "model_id": "m"}, "exclude"),
+        (requests.load_weights, {"path": "p", "optimizer": True, "session_id": "s"},
+         "model_seq_id"),
+        (requests.load_weights, {"path": "p", "optimizer": True}, "model_id"),
+        (requests.create_model, MODEL | {"base_model": ""}, "base_model"),
+        (requests.create_model, MODEL | {"model_seq_id": -1}, "model_seq_id"),
+        (requests.create_model, MODEL | {"lora_config": {}}, "rank"),
+        (requests.create_model, MODEL | {"lora_config": {"rank": -1}}, "rank"),
+        (requests.create_model, MODEL | {"lora_config": {"rank": 1, "init_method": "x"}}, "init"),
+        (requests.create_model, MODEL | {"lora_config": {
+            "rank": 1, "train_mlp": False, "train_attn": False, "train_unembed": False}},
+         "trains nothing"),
+        (requests.create_model, MODEL | {"projection_head_dim": 4}, "projection_head_dim"),
+        (requests.create_model, MODEL | {"user_metadata": {"k": "x" * 5000}}, "user_metadata"),
+        (requests.create_session, {"tags": ["x"] * 100}, "tags"),
+        (requests.create_sampling_session, {"session_id": "s", "sampling_session_seq_id": 0},
+         "model_path"),
+        (requests.asample, PROMPT, "base_model"),
+        (requests.asample, PROMPT | {"sampling_session_id": "s"}, "seq_id"),
+        (requests.asample, BASE | {"num_samples": 0}, "num_samples"),
+        (requests.asample, BASE | {"num_samples": 5}, "num_samples"),
+        (requests.asample, BASE | {"topk_prompt_logprobs": 6}, "likeliest"),
+        (requests.asample, BASE | {"topk_sample_logprobs": -1}, "topk_sample"),
+        (requests.asample, BASE | {"prompt": {"chunks": []}}, "prompt"),
+        (requests.asample, BASE | {"prompt": {"chunks": [{"tokens": [1] * 11}]}}, "prompt"),
+        (requests.asample, BASE | {"prompt": {"chunks": [{"type": "image"}]}}, "'image'"),
+        (requests.asample, BASE | {"prompt_logprobs_last_n": 1}, "needs `prompt_logprobs`"),
+        (requests.asample, BASE | {"prompt_logprobs_last_n": 3, "prompt_logprobs": True},
+         "longer"),
+        (requests.asample, BASE | {"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        (requests.asample, BASE | {"sampling_params": {"temperature": -1}}, "temperature"),
+        (requests.asample, BASE | {"sampling_params": {"top_p": 0}}, "top_p"),
+        (requests.asample, BASE | {"sampling_params": {"top_p": 1.5}}, "top_p"),
+        (requests.asample, BASE | {"sampling_params": {"top_k": 0}}, "top_k"),
+        (requests.asample, BASE | {"sampling_params": {"top_k": -2}}, "top_k"),
+        (requests.asample, BASE | {"sampling_params": {"seed": 2**63}}, "seed"),
+        (requests.asample, BASE | {"sampling_params": {"stop": ["a", 1]}}, "not both"),
+        (requests.asample, BASE | {"sampling_params": {"stop": [""]}}, "stop"),
+        (requests.asample, BASE | {"sampling_params": {"stop": [-1]}}, "stop"),
+        (requests.asample, BASE | {"sampling_params": {"stop": [1, 2, 3]}}, "stop"),
+        (requests.retrieve_future, {}, "request_id"),
+        (requests.retrieve_futures, {"target": {"type": "x", "sampling_session_id": "s"}}, "'x'"),
+        (requests.cancel_future, {"request_id": ""}, "request_id"),
+        (requests.heartbeat, {}, "session_id"),
+    ],
+)  # fmt: skip
+def test_bad_questions(ask: Callable[..., Any], fields: dict[str, Any], why: str) -> None:
+    """What has no number is a plain mistake that names the field."""
+    more = (LIMITS,) if ask is requests.asample else ()
+    with pytest.raises(Mistake, match=why) as caught:
+        ask(json.dumps(fields).encode(), *more)
+    assert not isinstance(caught.value, BadOp)
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings", "tokens"),
+    [
+        (None, None, None),
+        ([], None, []),
+        ("a", ["a"], None),
+        (["a"], ["a"], None),
+        ([5], None, [5]),
+    ],
+)
+def test_stops(stop: Any, strings: list[str] | None, tokens: list[int] | None) -> None:
+    """No list and an empty list differ: the end of the text stops, or nothing does."""
+    body = json.dumps(BASE | {"sampling_params": {"stop": stop}}).encode()
+    op = requests.asample(body).op
+    assert (op.stop_strings, op.stop_tokens) == (strings, tokens)

@@ -1,0 +1,49 @@
+"""Our table of messages is what the client library speaks."""
+
+from google.protobuf import descriptor_pb2
+
+from holdfast.trainer.wire import schema
+
+from .conftest import Codec
+
+Field = descriptor_pb2.FieldDescriptorProto
+
+
+def test_every_field_is_one_of_the_protocol(sdk: Codec) -> None:
+    """Number, label, type, presence and group of each field agree with the library's."""
+    theirs = sdk.do("schema")
+    for name in schema.MESSAGES:
+        known = theirs["messages"][name]
+        for spec in schema.fields(name):
+            number, label, kind, type_name, presence, group = known[spec.name]
+            where = f"{name}.{spec.name}"
+            assert spec.number == number, where
+            assert (spec.mark in ("*", "{")) == (label == Field.LABEL_REPEATED), where
+            assert (spec.mark == "?") == presence, where
+            assert spec.group == ("" if presence else group), where
+            if spec.mark == "{":
+                key, value = theirs["messages"][type_name]["key"], None
+                value = theirs["messages"][type_name]["value"]
+                assert key[2] == Field.TYPE_STRING, where
+                kind, type_name = value[2], value[3]
+            if kind in (Field.TYPE_MESSAGE, Field.TYPE_ENUM):
+                assert spec.kind == type_name, where
+            else:
+                assert Field.Type.Name(kind) == f"TYPE_{spec.kind.upper()}", where
+
+
+def test_enums_are_those_of_the_protocol(sdk: Codec) -> None:
+    """Every value that the library knows is in ours under the same number."""
+    theirs = sdk.do("schema")["enums"]
+    for name, prefix in (("DType", "DTYPE_"), ("StopReason", "STOP_REASON_")):
+        known = {key.removeprefix(prefix).lower(): value for key, value in theirs[name].items()}
+        assert known == schema.ENUMS[name]
+
+
+def test_what_is_not_listed_is_skipped() -> None:
+    """A message with fields that we do not know can be read."""
+    message = schema.ForwardBackwardRequest(model_id="m", seq_id=1)
+    more = message.SerializeToString() + bytes([15 << 3 | 2, 3]) + b"new"
+    read = schema.ForwardBackwardRequest()
+    read.ParseFromString(more)
+    assert (read.model_id, read.seq_id) == ("m", 1)

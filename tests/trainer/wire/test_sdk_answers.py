@@ -1,0 +1,259 @@
+"""What the real libraries make of our answers is what the outcome said."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.trainer import ops
+from holdfast.trainer.wire import answers
+from holdfast.trainer.wire.body import PROTOBUF
+
+from .conftest import Codec
+
+FAST = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+FLOATS = st.floats(width=32)
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+ACCEPT = {"tinker": PROTOBUF, "fireworks": "application/x-protobuf, application/json"}
+
+
+def tensor(values: Any, dtype: Any, shape: tuple[int, ...]) -> ops.Tensor:
+    data = np.asarray(values, dtype=dtype).tobytes()
+    return ops.Tensor(dtype=dtype, shape=shape, data=data)
+
+
+def floats(values: list[float]) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def ints(values: list[int]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+@st.composite
+def outputs(draw: st.DrawFn, values: st.SearchStrategy[float] = FLOATS) -> ops.Output:
+    """Ragged datums: lengths and trailing dimensions differ."""
+    fields = draw(
+        st.dictionaries(
+            st.sampled_from(["logprobs", "other"]), st.sampled_from(["float32", "int64"])
+        )
+    )
+    data = []
+    for _ in range(draw(st.integers(0, 4))):
+        datum = {}
+        for name, dtype in fields.items():
+            shape = draw(
+                st.tuples(st.integers(0, 3)) | st.tuples(st.integers(0, 3), st.integers(1, 3))
+            )
+            count = math.prod(shape)
+            value: Any = values if dtype == "float32" else st.integers(-(2**53), 2**53)
+            flat = draw(st.lists(value, min_size=count, max_size=count))
+            datum[name] = tensor(flat, dtype, shape)
+        data.append(datum)
+    metrics = draw(st.dictionaries(st.sampled_from(["loss:sum", "a:mean"]), values))
+    return ops.Output(outputs=data, metrics=metrics)
+
+
+def told(output: ops.Output) -> dict[str, Any]:
+    """What `sdk_codec.output` says of an outcome that arrived unchanged."""
+    return {
+        "type": "ArrayRecord",
+        "outputs": [
+            {
+                name: [
+                    one.dtype,
+                    list(one.shape),
+                    [repr(float(v)) for v in np.frombuffer(one.data, dtype=one.dtype)],
+                ]
+                for name, one in datum.items()
+            }
+            for datum in output.outputs
+        ],
+        "metrics": {name: repr(value) for name, value in output.metrics.items()},
+    }
+
+
+@FAST
+@given(output=outputs(), library=st.sampled_from(["tinker", "fireworks"]))
+def test_outputs_in_protobuf(sdk: Codec, output: ops.Output, library: str) -> None:
+    """Arrays of any lengths, NaN and infinity too, come out bit for bit."""
+    answer = answers.result(output, accept=ACCEPT[library])
+    assert (answer.status, answer.content_type) == (200, PROTOBUF)
+    name = "ForwardBackwardOutput"
+    said = sdk.decode("decode_protobuf", answer.body, library=library, name=name)
+    assert said == told(output)
+
+
+@FAST
+@given(output=outputs(FINITE))
+def test_outputs_in_json(sdk: Codec, output: ops.Output) -> None:
+    """Fireworks' client reads JSON, too, where protobuf was not asked for."""
+    answer = answers.result(output, accept="application/json")
+    assert answer.content_type == "application/json"
+    name = "ForwardBackwardOutput"
+    said = sdk.decode("decode_json", answer.body, library="fireworks", name=name)
+    assert said == told(output)
+
+
+TOPK = ops.TopK(
+    k=2,
+    length=3,
+    tokens=ints([9, 9, 5, 6, 7, 9]),
+    logprobs=floats([math.nan, math.nan, -0.5, -1.5, -0.25, math.nan]),
+)
+TOPK_LISTS = [None, [[5, -0.5], [6, -1.5]], [[7, -0.25]]]
+SAMPLED = ops.Sampled(
+    sequences=[
+        ops.Sequence(stop_reason="stop", tokens=ints([5, 0]), logprobs=floats([-0.5, -2.0])),
+        ops.Sequence(
+            stop_reason="length",
+            tokens=ints([1, 2, 3]),
+            logprobs=floats([-1.0, -1.5, -0.125]),
+            topk=TOPK,
+        ),
+    ],
+    prompt_logprobs=floats([math.nan, -0.5, -0.75]),
+    topk_prompt=TOPK,
+)
+
+
+@pytest.mark.parametrize(
+    ("library", "accept"),
+    [*ACCEPT.items(), ("fireworks", "application/json")],
+)
+def test_samples(sdk: Codec, library: str, accept: str) -> None:
+    """Tokens, log probabilities and the likeliest tokens; what was not scored is None."""
+    answer = answers.result(SAMPLED, accept=accept)
+    form = "protobuf" if answers.accepts_protobuf(accept) else "json"
+    said = sdk.decode(f"decode_{form}", answer.body, library=library, name="SampleResponse")
+    topk = TOPK_LISTS if library == "tinker" else None
+    assert said["sequences"] == [
+        ["stop", [5, 0], ["-0.5", "-2.0"], None],
+        ["length", [1, 2, 3], ["-1.0", "-1.5", "-0.125"], topk],
+    ]
+    assert said["prompt_logprobs"] == [None, -0.5, -0.75]
+    assert said["topk_prompt_logprobs"] == TOPK_LISTS
+
+
+SMALL: list[tuple[answers.Answer, str, dict[str, Any]]] = [
+    (answers.result(ops.Created(model="m")), "CreateModelResponse", {"model_id": "m"}),
+    (
+        answers.result(ops.Stepped(metrics={"a:mean": 0.5, "b:mean": math.nan})),
+        "OptimStepResponse",
+        {"metrics": {"a:mean": 0.5}},
+    ),
+    (answers.result(ops.Saved(path="p")), "SaveWeightsResponse", {"path": "p"}),
+    (answers.result(ops.Loaded(path="p")), "LoadWeightsResponse", {"path": "p"}),
+    (
+        answers.result(ops.Done(what="unload_model", model="m")),
+        "UnloadModelResponse",
+        {"model_id": "m"},
+    ),
+    (answers.promise("r", model="m"), "UntypedAPIFuture", {"request_id": "r", "model_id": "m"}),
+    (
+        answers.capabilities([answers.Offer("b/m", 512)], probe="/probe"),
+        "GetServerCapabilitiesResponse",
+        {},
+    ),
+    (
+        answers.info("m", "b/m", arch="qwen", tokenizer="t", lora_rank=8),
+        "GetInfoResponse",
+        {"model_id": "m", "is_lora": True, "lora_rank": 8, "model_name": "b/m"},
+    ),
+    (answers.typed("create_session", session_id="s"), "CreateSessionResponse", {}),
+]
+INTERNAL = "save_weights_for_sampler_response:SaveWeightsForSamplerResponseInternal"
+ONLY_TINKER: list[tuple[answers.Answer, str, dict[str, Any]]] = [
+    (
+        answers.result(ops.Created(model="m", path="tinker://m/weights/a")),
+        "LoadWeightsResponse",
+        {"model_id": "m", "path": "tinker://m/weights/a"},
+    ),
+    (
+        answers.promise("r", sequences=["a", "b"]),
+        "UntypedAPIFuture",
+        {"request_id": "r", "sample_sequence_ids": ["a", "b"]},
+    ),
+    (
+        answers.result(ops.SamplerSaved(sampling_session="x")),
+        INTERNAL,
+        {"path": None, "sampling_session_id": "x"},
+    ),
+    (answers.result(ops.SamplerSaved(path="p")), INTERNAL, {"path": "p"}),
+    (
+        answers.completions([("a", 5), ("b", None)], 7),
+        "futures_retrieve_response:FuturesRetrieveResponse",
+        {
+            "completions": [
+                {
+                    "state": "finished",
+                    "request_id": "a",
+                    "response_payload_uncompressed_size": 5,
+                },
+                {"state": "failed", "request_id": "b"},
+            ],
+            "cursor": 7,
+        },
+    ),
+    (
+        answers.sampler_info("x", "b/m", None),
+        "GetSamplerResponse",
+        {"sampler_id": "x", "base_model": "b/m", "model_path": None},
+    ),
+    (
+        answers.weights_info("b/m", 8, {"train_attn": True}),
+        "WeightsInfoResponse",
+        {"base_model": "b/m", "is_lora": True, "lora_rank": 8, "train_attn": True},
+    ),
+    (
+        answers.typed("join_sampling_session", client_counter=3),
+        "join_sampling_session_response:JoinSamplingSessionResponse",
+        {"client_counter": 3},
+    ),
+    (
+        answers.pending("r", "paused_capacity"),
+        "try_again_response:TryAgainResponse",
+        {"request_id": "r", "queue_state": "paused_capacity"},
+    ),
+    (
+        answers.result(ops.Failed(error="no", category="server")),
+        "RequestFailedResponse",
+        {"error": "no", "category": "server"},
+    ),
+]
+BOTH = [(library, *row) for row in SMALL for library in ("tinker", "fireworks")]
+
+
+@pytest.mark.parametrize(
+    ("library", "answer", "name", "want"),
+    BOTH + [("tinker", *row) for row in ONLY_TINKER],
+)
+def test_small_answers(
+    sdk: Codec, library: str, answer: answers.Answer, name: str, want: dict[str, Any]
+) -> None:
+    """Each of the small answers passes the library's own types, and says what it should."""
+    module, _, kind = name.rpartition(":")
+    said = sdk.decode(
+        "decode_json", answer.body, library=library, name=kind, module=module or None
+    )
+    assert want.items() <= said.items()
+
+
+def test_the_capabilities_name_the_models(sdk: Codec) -> None:
+    """`get_server_capabilities` tells names and lengths."""
+    answer = answers.capabilities([answers.Offer("b/m", 512)])
+    name = "GetServerCapabilitiesResponse"
+    said = sdk.decode("decode_json", answer.body, library="tinker", name=name)
+    (model,) = said["supported_models"]
+    assert (model["model_name"], model["max_context_length"]) == ("b/m", 512)
+    assert model["trainable"]
+    assert "probe" not in json.loads(answer.body)

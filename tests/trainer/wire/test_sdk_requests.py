@@ -1,0 +1,284 @@
+"""The small requests of the real libraries are read as what their users meant."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.errors import Mistake
+from holdfast.trainer import ops
+from holdfast.trainer.wire import requests
+
+from .conftest import Codec
+
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+ADAM = {"learning_rate": 0.5, "grad_clip_norm": 2}
+TOKENS = np.asarray([1, 2, 3], dtype="<i4").tobytes()
+
+SENT: list[tuple[str, str, dict[str, Any], Any]] = [
+    (
+        "optim_step",
+        "OptimStepRequest",
+        {"adam_params": ADAM, "model_id": "m", "seq_id": 3},
+        requests.Numbered("m", 3, ops.OptimStep(learning_rate=0.5, grad_clip_norm=2.0)),
+    ),
+    (
+        "save_weights",
+        "SaveWeightsRequest",
+        {"model_id": "m", "seq_id": 3, "path": "a-1", "ttl_seconds": 9, "overwrite": True},
+        requests.Numbered("m", 3, ops.SaveWeights(name="a-1", ttl_s=9, overwrite=True)),
+    ),
+    (
+        "save_weights_for_sampler",
+        "SaveWeightsForSamplerRequest",
+        {"model_id": "m", "seq_id": 3, "path": "a-1"},
+        requests.Numbered("m", 3, ops.SaveForSampler(name="a-1")),
+    ),
+    (
+        "save_weights_for_sampler",
+        "SaveWeightsForSamplerRequest",
+        {"model_id": "m", "seq_id": 3, "sampling_session_seq_id": 0},
+        requests.Numbered("m", 3, ops.SaveForSampler(session_seq=0)),
+    ),
+    (
+        "load_weights",
+        "LoadWeightsRequest",
+        {"model_id": "m", "seq_id": 1, "path": "tinker://m/weights/a", "optimizer": True},
+        requests.Numbered("m", 1, ops.LoadWeights(path="tinker://m/weights/a", optimizer=True)),
+    ),
+    (
+        "create_model",
+        "CreateModelRequest",
+        {
+            "session_id": "s",
+            "model_seq_id": 0,
+            "base_model": "b/m",
+            "lora_config": {"rank": 8, "seed": 5, "train_mlp": False},
+            "user_metadata": {"a": "x", "n": [1]},
+        },
+        requests.NewModel(
+            "s",
+            0,
+            ops.CreateModel(
+                session="s",
+                base="b/m",
+                lora=ops.Lora(rank=8, seed=5, train_mlp=False),
+                metadata={"a": "x", "n": "[1]"},
+            ),
+        ),
+    ),
+    (
+        "create_sampling_session",
+        "CreateSamplingSessionRequest",
+        {"session_id": "s", "sampling_session_seq_id": 2, "model_path": "tinker://m/w/a"},
+        requests.NewSampler(session="s", sampler_seq=2, path="tinker://m/w/a"),
+    ),
+    (
+        "asample",
+        "SampleRequest",
+        {
+            "sampling_session_id": "s",
+            "seq_id": 0,
+            "num_samples": 2,
+            "prompt": PROMPT,
+            "sampling_params": {"max_tokens": 4, "seed": 7, "temperature": 0, "stop": ["x"]},
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+        },
+        requests.Sampling(
+            session="s",
+            seq=0,
+            op=ops.Sample(
+                prompt=TOKENS,
+                num_samples=2,
+                max_tokens=4,
+                seed=7,
+                temperature=0.0,
+                stop_strings=["x"],
+                prompt_logprobs=True,
+                topk_prompt_logprobs=2,
+            ),
+        ),
+    ),
+    (
+        "create_session",
+        "CreateSessionRequest",
+        {"tags": ["t"], "user_metadata": {"k": "v"}, "sdk_version": "1"},
+        requests.NewSession(["t"], {"k": "v"}, "1"),
+    ),
+    ("heartbeat", "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
+    ("get_info", "GetInfoRequest", {"model_id": "m"}, "m"),
+    ("unload_model", "UnloadModelRequest", {"model_id": "m"}, ("m", ops.Unload())),
+    (
+        "retrieve_future",
+        "FutureRetrieveRequest",
+        {"request_id": "r", "allow_metadata_only": True},
+        requests.Poll("r", True),
+    ),
+]
+
+
+@pytest.mark.parametrize("library", ["tinker", "fireworks"])
+@pytest.mark.parametrize(("read", "name", "fields", "want"), SENT)
+def test_small_requests(
+    sdk: Codec, library: str, read: str, name: str, fields: dict[str, Any], want: Any
+) -> None:
+    """Each of the small requests means the same from either library."""
+    modules = {"SessionHeartbeatRequest": "session_heartbeat_request"}
+    modules |= {"FutureRetrieveRequest": "future_retrieve_request"}
+    body = sdk.encode(
+        "encode_model", library=library, name=name, fields=fields, module=modules.get(name)
+    )
+    assert getattr(requests, read)(body) == want
+
+
+NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
+    (
+        "load_weights",
+        "load_weights_request:LoadWeightsRequest",
+        {"session_id": "s", "model_seq_id": 1, "path": "tinker://m/weights/a", "optimizer": False},
+        requests.NewModel(
+            "s",
+            1,
+            ops.CreateModel(
+                session="s", base="", load=ops.LoadWeights(path="tinker://m/weights/a")
+            ),
+        ),
+    ),
+    (
+        "retrieve_futures",
+        "futures_retrieve_request:FuturesRetrieveRequest",
+        {
+            "target": {"sampling_session_id": "s", "cloned_sampler_id": 3},
+            "prev_cursor": 5,
+            "retrieved_request_ids": ["r"],
+        },
+        requests.MultiPoll("s", 3, 5, None, ["r"]),
+    ),
+    (
+        "join_sampling_session",
+        "join_sampling_session_request:JoinSamplingSessionRequest",
+        {"sampling_session_id": "s"},
+        "s",
+    ),
+    (
+        "asample",
+        "sample_request:SampleRequest",
+        {
+            "sampling_session_id": "s",
+            "seq_id": 999_999_999_000_000_123,
+            "prompt": PROMPT,
+            "sampling_params": {"stop": []},
+            "prompt_logprobs": True,
+            "prompt_logprobs_last_n": 2,
+            "topk_sample_logprobs": 3,
+        },
+        requests.Sampling(
+            session="s",
+            seq=999_999_999_000_000_123,
+            op=ops.Sample(
+                prompt=TOKENS,
+                stop_tokens=[],
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=2,
+                topk_sample_logprobs=3,
+            ),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "name", "fields", "want"), NEWER)
+def test_newer_requests(
+    sdk: Codec, read: str, name: str, fields: dict[str, Any], want: Any
+) -> None:
+    """What only `tinker` asks."""
+    module, _, name = name.partition(":")
+    body = sdk.encode("encode_model", library="tinker", name=name, fields=fields, module=module)
+    assert getattr(requests, read)(body) == want
+
+
+REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
+    (
+        "optim_step",
+        "tinker",
+        "OptimStepRequest",
+        {
+            "optimizer_params": {"type": "dimuon", "learning_rate": 0.1},
+            "model_id": "m",
+            "seq_id": 3,
+        },
+        "'dimuon' is not supported",
+    ),
+    (
+        "create_model",
+        "tinker",
+        "CreateModelRequest",
+        {
+            "session_id": "s", "model_seq_id": 0, "base_model": "b",
+            "optimizer_config": {"type": "dimuon", "version": 1},
+        },
+        "'dimuon' is not supported",
+    ),
+    (
+        "create_model",
+        "fireworks",
+        "CreateModelRequest",
+        {
+            "session_id": "s", "model_seq_id": 0, "base_model": "b",
+            "lora_config": {"rank": 8, "alpha": 64},
+        },
+        "alpha",
+    ),
+    (
+        "asample",
+        "tinker",
+        "SampleRequest",
+        {
+            "base_model": "b", "prompt": PROMPT, "sampling_params": {},
+            "record_stability_info": True,
+        },
+        "stable_reinforce",
+    ),
+    (
+        "asample",
+        "tinker",
+        "SampleRequest",
+        {"base_model": "b", "prompt": PROMPT, "sampling_params": {}, "prompt_alt_tokens_k": 1},
+        "prompt_alt_tokens_k",
+    ),
+    (
+        "asample",
+        "tinker",
+        "SampleRequest",
+        {
+            "base_model": "b", "prompt": PROMPT, "sampling_params": {},
+            "target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]},
+        },
+        "target_prompt_logprobs",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "library", "name", "fields", "why"), REFUSED)
+def test_what_we_cannot_do_is_refused(
+    sdk: Codec, read: str, library: str, name: str, fields: dict[str, Any], why: str
+) -> None:
+    """Nothing that a library can ask for is silently done differently."""
+    body = sdk.encode("encode_model", library=library, name=name, fields=fields)
+    with pytest.raises(Mistake, match=why) as caught:
+        getattr(requests, read)(body)
+    assert isinstance(caught.value, requests.BadOp) == (read == "optim_step")
+
+
+def test_fireworks_rank_0_means_all_weights(sdk: Codec) -> None:
+    """Fireworks' client asks for full training with a rank of 0, and for LoRA with alpha 32."""
+    for lora, want in (
+        ({"rank": 0}, None),
+        ({"rank": 4, "alpha": 32}, ops.Lora(rank=4)),
+    ):
+        fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": lora}
+        body = sdk.encode(
+            "encode_model", library="fireworks", name="CreateModelRequest", fields=fields
+        )
+        assert requests.create_model(body).op.lora == want
