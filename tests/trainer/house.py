@@ -136,6 +136,14 @@ class House:
         logs = sorted((self.folder / "logs" / "local" / JOB).glob("*.log"))
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in logs)
 
+    async def content(self, channel: str) -> str:
+        """The hash of the newest weights of a channel."""
+        async with ledger.open(f"sqlite:///{self.folder}/ledger.db") as opened:
+            entry = await opened.get(f"/runs/default/weights/{channel}/live/head")
+        assert entry is not None, f"nothing was published in {channel}"
+        content: str = json.loads(entry.value)["content"]
+        return content
+
     async def records(self, prefix: str) -> list[Entry]:
         """What the ledger has below the trainer's keys."""
         async with ledger.open(f"sqlite:///{self.folder}/ledger.db") as opened:

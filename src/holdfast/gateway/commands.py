@@ -185,10 +185,8 @@ def _own_trainer(models: tuple[str, ...], ranks: int) -> str:
         if not name or not equals or not (Path(directory) / "config.json").is_file():
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
     given = [word for one in models for word in ("--model", one)]
-    start = [sys.executable, "-m"]
-    if ranks > 1:
-        start += ["holdfast", "launch", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    return shlex.join([*start, "holdfast.trainer", *given])
+    given += ["--ranks", str(ranks)] if ranks > 1 else []
+    return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])
 
 
 def _named(trainers: tuple[str, ...], own: str) -> dict[str, str]:

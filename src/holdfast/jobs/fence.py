@@ -22,10 +22,12 @@ from holdfast.jobs.records import Checkpoint, Keys, check_name
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Compare, Put, join
 
-__all__ = ["EPOCH_HEADER", "JOB_HEADER", "Fence", "Incarnation"]
+__all__ = ["EPOCH_HEADER", "JOB_HEADER", "JOB_RUN", "Fence", "Incarnation"]
 
 JOB_HEADER = "x-holdfast-job"
 EPOCH_HEADER = "x-holdfast-epoch"
+JOB_RUN = "HOLDFAST_JOB_RUN"
+"""The job's run, for workers of `holdfast launch`, whose HOLDFAST_RUN is the launch's own."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -48,7 +50,7 @@ class Incarnation:
         try:
             account, _, job = env["HOLDFAST_JOB"].partition("/")
             epoch = int(env["HOLDFAST_EPOCH"])
-            run = env["HOLDFAST_RUN"]
+            run = env.get(JOB_RUN) or env["HOLDFAST_RUN"]
         except (KeyError, ValueError):
             raise Mistake(
                 "HOLDFAST_RUN, HOLDFAST_JOB (account/job) and HOLDFAST_EPOCH are not set: "

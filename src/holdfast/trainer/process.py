@@ -14,14 +14,14 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
 
 from holdfast import cycle, ledger
 from holdfast.errors import HoldfastError, Mistake
-from holdfast.jobs.fence import Fence, Incarnation
+from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
 from holdfast.procs import die_with_parent
@@ -59,6 +59,9 @@ class Spec(msgspec.Struct, frozen=True):
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--threads", default=1, show_default=True, help="Threads of torch per rank.")
 @click.option("--fast", is_flag=True, help="Sum gradients in any order: faster, other bits.")
+@click.option(
+    "--ranks", default=1, show_default=True, help="Processes that compute, under holdfast launch."
+)
 @click.option("--host", envvar="HOST", default="127.0.0.1", show_default=True)
 @click.option("--port", envvar="PORT", type=int, required=True)
 def main(
@@ -67,16 +70,36 @@ def main(
     device: str,
     threads: int,
     fast: bool,
+    ranks: int,
     host: str,
     port: int,
 ) -> None:
     """Be one incarnation of a job's trainer."""
-    die_with_parent(os.getppid())
+    is_worker = bool(cycle.number())
+    if not is_worker:
+        die_with_parent(os.getppid())
     try:
+        if ranks > 1 and not is_worker:
+            _launch(ranks)
         _serve(folder, _models(models, folder), device, threads, not fast, host, port)
     except HoldfastError as error:
         click.echo(f"holdfast: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)
+
+
+def _launch(ranks: int) -> NoReturn:
+    """Become the agent of several ranks. They are this program again, one process each.
+
+    An agent's records are named by the epoch: nothing of an older incarnation counts. How
+    often ranks may fail is not its business: the control plane has a budget.
+    """
+    who = Incarnation.from_env()
+    os.environ[JOB_RUN] = who.run
+    name = f"{who.run}.{who.account}.{who.job}.{who.epoch}"
+    given = ["--run", name, "--nproc-per-node", str(ranks), "--grace", "3"]
+    given += ["--max-restarts", "1000", "--last-call", "0", "-m", "holdfast.trainer"]
+    argv = [sys.executable, "-m", "holdfast", "launch", *given, *sys.argv[1:]]
+    os.execv(sys.executable, argv)  # noqa: S606 -- the same interpreter
 
 
 def _models(given: tuple[str, ...], folder: Path) -> dict[str, Path]:
