@@ -25,8 +25,8 @@ test-peers: ## vLLM and TransferQueue, in an environment of their own (4 GB)
 	.venv-peers/bin/python -m pytest -q tests/peers
 
 check: setup ## ruff, mypy --strict, import-linter
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

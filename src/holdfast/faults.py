@@ -10,21 +10,24 @@ HOLDFAST_FAULTS, which is read when this module is imported:
     weights.publish.after_rename:kill@3;ledger.txn:delay=0.5@1+
 
 A name in it that Holdfast does not have is told on stderr.
-A clause is `point:action`, then `@n` for exactly the n-th hit (the first, if not said) or
-`@n+` for every hit from the n-th on. Actions: `kill` (SIGKILL to this process), `stop`
-(SIGSTOP), `delay=SECONDS`, `raise=NAME` (a class of `holdfast.errors`, or an error of the
-system such as `OSError(ENOSPC)`).
+A clause is `point:action`, then `@n` for exactly the n-th hit (the first, if not said),
+`@n+` for every hit from the n-th on, or `@n!` for the n-th hit of whichever process comes
+there first: those that are started in its place are spared. Actions: `kill` (SIGKILL to this
+process), `stop` (SIGSTOP), `delay=SECONDS`, `raise=NAME` (a class of `holdfast.errors`, or an
+error of the system such as `OSError(ENOSPC)`).
 
 Invariants: a point costs next to nothing while nothing is armed. Hits are counted per
 process (a forked child counts from 0), for the points that the plan names. A firing is told
 before it acts: as the event `fault.fired`, and as a line in the file that
-HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows.
+HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows. That file is also how
+processes know that a `!` has had its one firing: without it, such a clause is a mistake.
 """
 
 import asyncio
 import contextlib
 import difflib
 import errno
+import fcntl
 import importlib
 import math
 import os
@@ -57,17 +60,21 @@ MAX_HIT = 10**9
 Action = Literal["kill", "stop", "delay", "raise"]
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
 _DECLARED = re.compile(r'^\w+ = (?:\w+\.)?declare\(\s*"([a-z0-9_.]+)"', re.MULTILINE)
-_CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})(\+?))?")
+_CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})([+!]?))?")
 
 
 class Clause(msgspec.Struct, frozen=True):
-    """What one point does: `action` at hit `first`, or from there on if `onward`."""
+    """What one point does: `action` at hit `first`, or from there on if `onward`.
+
+    With `once`, of all processes with the same log only the first one does it.
+    """
 
     point: str
     action: Action
     value: str = ""
     first: int = 1
     onward: bool = False
+    once: bool = False
 
     def __post_init__(self) -> None:
         _check_name(self.point)
@@ -77,6 +84,8 @@ class Clause(msgspec.Struct, frozen=True):
             raise Mistake("'delay=SECONDS' and 'raise=NAME' take a value, 'kill' and 'stop' none")
         if not 1 <= self.first <= MAX_HIT:
             raise Mistake(f"hits are counted from 1 to {MAX_HIT}, not {self.first}")
+        if self.onward and self.once:
+            raise Mistake("a clause fires from a hit on ('+') or once ('!'), not both")
         if self.action == "delay":
             self.delay_s()
         if self.action == "raise":
@@ -116,7 +125,8 @@ class Clause(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         value = f"={self.value}" if self.value else ""
-        return f"{self.point}:{self.action}{value}@{self.first}{'+' if self.onward else ''}"
+        often = "+" if self.onward else "!" if self.once else ""
+        return f"{self.point}:{self.action}{value}@{self.first}{often}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -209,12 +219,14 @@ def _fire(name: str) -> Iterator[Clause]:
             return
         before = _hits.get(name, Hits())
         hit = before.hits + 1
-        firing = [clause for clause in clauses if clause.matches(hit)]
+        matching = [clause for clause in clauses if clause.matches(hit)]
+        told = [(one, FaultFired(point=name, action=one.action, hit=hit)) for one in matching]
+        firing = [(one, fired) for one, fired in told if not one.once or _log(fired, once=True)]
         _hits[name] = Hits(hit, before.fired + bool(firing))
-    for clause in firing:
-        fired = FaultFired(point=name, action=clause.action, hit=hit)
+    for clause, fired in firing:
         events.emit(fired)
-        _log(fired)
+        if not clause.once:
+            _log(fired)
         yield clause
 
 
@@ -229,19 +241,35 @@ def _act(clause: Clause) -> None:
         os._exit(137)  # the first process of a container cannot kill itself
 
 
-def _log(fired: FaultFired) -> None:
+def _log(fired: FaultFired, *, once: bool = False) -> bool:
+    """Tell of a firing. With `once`, only if nobody has told of it; returns whether it was us."""
     path = os.environ.get(LOG_VARIABLE)
     if not path:
-        return
+        return True
     stamped = msgspec.structs.replace(fired, at=time.time(), pid=os.getpid())
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            if once:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # until it is closed
+                if _is_told(fired, Path(path).read_bytes()):
+                    return False
             os.write(fd, msgspec.json.encode(stamped) + b"\n")
         finally:
             os.close(fd)
     except OSError as error:
         raise Mistake(f"{LOG_VARIABLE}={path} cannot be written: {error.strerror}") from error
+    return True
+
+
+def _is_told(fired: FaultFired, log: bytes) -> bool:
+    """Whether a log tells of the same point, action and hit."""
+    for line in log.splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            told = msgspec.json.decode(line, type=FaultFired)
+            if (told.point, told.action, told.hit) == (fired.point, fired.action, fired.hit):
+                return True
+    return False
 
 
 def parse(text: str) -> Plan:
@@ -251,13 +279,20 @@ def parse(text: str) -> Plan:
         match = _CLAUSE.fullmatch(part)
         if match is None:
             raise Mistake(
-                f"fault clause {part[:200]!r} is not like 'point:kill@3', 'point:stop', "
-                "'point:delay=0.5@1+' or 'point:raise=Unavailable'"
+                f"fault clause {part[:200]!r} is not like 'point:kill@3', 'point:kill@3!', "
+                "'point:stop', 'point:delay=0.5@1+' or 'point:raise=Unavailable'"
             )
-        name, action, value, first, onward = match.groups()
+        name, action, value, first, often = match.groups()
         try:
             clauses.append(
-                Clause(name, cast(Action, action), value or "", int(first or 1), onward == "+")
+                Clause(
+                    name,
+                    cast(Action, action),
+                    value or "",
+                    int(first or 1),
+                    onward=often == "+",
+                    once=often == "!",
+                )
             )
         except Mistake as error:
             raise Mistake(f"fault clause {part[:200]!r}: {error}") from None
@@ -270,6 +305,11 @@ def arm(plan: Plan | str) -> None:
     plan = parse(plan) if isinstance(plan, str) else plan
     armed: dict[str, tuple[Clause, ...]] = {}
     for clause in plan.clauses:
+        if clause.once and not os.environ.get(LOG_VARIABLE):
+            raise Mistake(
+                f"fault clause '{clause}' fires once among all processes: set {LOG_VARIABLE}, "
+                "which is how they know"
+            )
         armed[clause.point] = (*armed.get(clause.point, ()), clause)
     with _lock:
         _hits.clear()

@@ -1,4 +1,4 @@
-"""The commands `holdfast chaos proxy` and `holdfast chaos kill`.
+"""The commands `holdfast chaos proxy`, `kill` and `during`.
 
 Thin: options in, `proxy` and `processes` do the work, lines out. Both commands end in
 good order on Ctrl-C, SIGTERM and SIGHUP, so that connections are closed, statistics are
@@ -9,19 +9,25 @@ import asyncio
 import contextlib
 import re
 import signal
+import sys
 from collections.abc import Coroutine
 from typing import Any, cast, get_args
 
 import click
 
+from holdfast import procs
 from holdfast.chaos import processes
+from holdfast.chaos.below import one_below
 from holdfast.chaos.proxy import CutMode, Proxy
 from holdfast.chaos.stream import Directions
 from holdfast.errors import Gone, Mistake
+from holdfast.jobs.note import read_note
+from holdfast.machine import state_dir
 
 __all__ = ["chaos"]
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_LONGEST_S = 86_400.0
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -226,6 +232,83 @@ def kill(
     _run_until_told(
         processes.carry_out(actions, targets, lambda outcome: click.echo(str(outcome))), None
     )
+
+
+@chaos.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--below", "pid", type=click.IntRange(2), help="Whose children [default: your `serve`'s]."
+)
+@click.option(
+    "--match",
+    "words",
+    multiple=True,
+    default=("holdfast.trainer",),
+    show_default=True,
+    help="What the command of a process to be hurt says; may be given again.",
+)
+@click.option("--kinds", default="kill", show_default=True, help="kill, pause.")
+@click.option(
+    "--every", type=_duration, metavar="TIME", default="5s", help="About this often (5s)."
+)
+@click.option(
+    "--pause", type=_duration, metavar="TIME", default="3s", help="The longest pause (3s)."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+def during(
+    command: tuple[str, ...],
+    pid: int | None,
+    words: tuple[str, ...],
+    kinds: str,
+    every: float,
+    pause: float,
+    seed: int,
+) -> None:
+    """Run COMMAND, and meanwhile kill what works for it, again and again.
+
+    Ends when COMMAND ends, with its exit code.
+
+    \b
+    Examples:
+      holdfast chaos during -- python train.py
+      holdfast chaos during --match holdfast.trainer --match holdfast.gateway --every 3s \\
+          -- python train.py
+    """
+    wanted = cast(list[processes.Kind], [one.strip() for one in kinds.split(",") if one.strip()])
+    if pid is None:
+        note = read_note(state_dir())
+        if note is None or not note.pid:
+            raise Mistake("whose children? Start `holdfast serve` here, or give --below PID")
+        pid = note.pid
+    _identify(pid)
+    actions = processes.plan(
+        seed,
+        list(words),
+        _LONGEST_S,
+        wanted,
+        every_s=every,
+        pause_s=(min(0.5, pause), pause),
+        respawn=True,
+    )
+    done: list[processes.Outcome] = []
+
+    def tell(outcome: processes.Outcome) -> None:
+        if outcome.result == "done":
+            done.append(outcome)
+        click.echo(f"chaos: {outcome} (pid {outcome.pid})", err=True)
+
+    with procs.spawn(list(command), name=command[0]) as child:
+
+        async def hurt() -> None:
+            chaos = asyncio.ensure_future(processes.carry_out(actions, one_below(pid, seed), tell))
+            while child.alive():  # noqa: ASYNC110 -- another process's end
+                await asyncio.sleep(0.05)
+            chaos.cancel()
+
+        _run_until_told(hurt(), None)
+        code = child.wait(5.0) if not child.alive() else 130
+    click.echo(f"chaos: {len(done)} faults, seed {seed}; {command[0]} ended with {code}", err=True)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def _identify(pid: int) -> processes.Identity:

@@ -196,6 +196,7 @@ class Api:
                 "checkpointType": one.kind,
                 "step": one.step,
                 "path": one.path,
+                "contentHash": one.content,
             }
             for one in found
         ]

@@ -40,6 +40,7 @@ class Remote:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Mistake(f"{url!r} is not the URL of a service: http://host:port")
+        self.url = parts.geturl().rstrip("/")
         self._parts = parts
         self._key = key
         self._ca = ca
@@ -146,11 +147,12 @@ def create(
         fields.setdefault("trainingConfig", {})["baseModel"] = base_model
     if display_name:
         fields["displayName"] = display_name
-    fields["holdfast"] = {"command": list(command)} if command else {"trainer": trainer}
+    own = {"command": list(command)} if command else {"trainer": trainer}
+    fields["holdfast"] = {**(fields.get("holdfast") or {}), **own}
     remote.call("POST", f"{remote.job()}?rlorTrainerJobId={quote(name, safe='')}", fields)
     if wait:
         _wait(remote, name, timeout)
-    click.echo(f"base_url: {remote._parts.geturl()}{_way(remote.account, name)}")
+    click.echo(f"base_url: {remote.url}{_way(remote.account, name)}")
 
 
 def _way(account: str, name: str) -> str:
@@ -189,6 +191,33 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
         job["updateTime"][:19],
         clean(job["status"]["message"], 80),
     )
+
+
+@jobs.command()
+@click.argument("name")
+@_remote
+def url(remote: Remote, name: str) -> None:
+    """Print where a job's trainer is reached: the base_url of the Tinker client."""
+    remote.call("GET", remote.job(name))
+    click.echo(remote.url + _way(remote.account, name))
+
+
+@jobs.command()
+@click.argument("name")
+@_remote
+def checkpoints(remote: Remote, name: str) -> None:
+    """List what a job's trainer has saved, with the hash of the weights."""
+    rows, token = [], ""
+    while True:
+        page = remote.call("GET", remote.job(name, f"/checkpoints?pageSize=200&pageToken={token}"))
+        for one in page["checkpoints"]:
+            what = one["checkpointType"], str(one["step"]), one["contentHash"]
+            rows.append((clean(one["path"], 120), *what, one["createTime"][:19]))
+        token = page["nextPageToken"]
+        if not token:
+            break
+    for line in table(("path", "kind", "step", "weights", "saved"), rows):
+        click.echo(line)
 
 
 @jobs.command()

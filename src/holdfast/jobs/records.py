@@ -122,6 +122,8 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     kind: str = ""
     step: int = 0
     path: str = ""
+    content: str = ""
+    """Hash over names, kinds and bytes of all its tensors."""
 
 
 class Host(Record, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,7 +99,10 @@ class Core:
         vault: Vault,
         policy: Policy,
         wall: Callable[[], float],
+        tell: Callable[[str, Save, str], Sequence[Write]] = lambda *_: (),
     ) -> None:
+        """`tell(path, save, hash)`: what to record elsewhere when something is saved."""
+        self.tell = tell
         self.runtime = runtime
         self.journal = journal
         self.keys = journal.keys

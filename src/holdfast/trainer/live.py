@@ -13,12 +13,15 @@ from pydantic import ValidationError
 
 from holdfast.errors import Mistake
 from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.records import Checkpoint
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
 from holdfast.trainer.app import App
 from holdfast.trainer.compute import TorchCompute
+from holdfast.trainer.journal import Write
+from holdfast.trainer.paths import STATE, parse
 from holdfast.trainer.policy import Policy
-from holdfast.trainer.records import Keys, check_name
+from holdfast.trainer.records import Keys, Save, check_name
 from holdfast.trainer.segments import FileSegments
 from holdfast.trainer.service import Service
 from holdfast.trainer.trainer import Trainer
@@ -59,7 +62,22 @@ class Life:
             ),
             wall=time.time,
             policy=_policy(policy or {}),
+            tell=self._told,
         )
+
+    def _told(self, path: str, save: Save, content: str) -> list[Write]:
+        """What the control plane is told of saved weights: users list it there."""
+        model, folder, name = parse(path)
+        kind = "training" if folder == STATE else "sampler"
+        checkpoint = Checkpoint(
+            name=f"{model}.{folder}.{name}",
+            created_at=save.created_at,
+            kind=kind,
+            step=save.number,
+            path=path,
+            content=content,
+        )
+        return [self._who.saved(checkpoint)]
 
     async def begin(self, by: str) -> None:
         """Take over."""
@@ -90,6 +108,8 @@ class Life:
             asyncio.create_task(server._serve(), name="http"),
             asyncio.create_task(stop.wait(), name="stop"),
         ]
+        warm = asyncio.create_task(self._compute.warm_up(), name="warm up")
+        warm.add_done_callback(self._warm)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -105,6 +125,12 @@ class Life:
                 async with asyncio.timeout(_GRACE_S + 1):
                     await asyncio.gather(*tasks, return_exceptions=True)
             await self._compute.close()
+
+    def _warm(self, task: "asyncio.Task[None]") -> None:
+        """What cannot be loaded is no trainer: the process ends, and says why."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._trainer.journal.fail(error)
 
 
 def _policy(given: dict[str, object]) -> Policy:

@@ -112,8 +112,7 @@ class Machine:
     def load(self, model: str, snapshot: Snapshot, *, optimizer: bool) -> None:
         """Take over saved weights, and with `optimizer` what the optimizer remembers."""
         trained = self._models[model]
-        weights = _part(snapshot.tensors, WEIGHTS) or dict(snapshot.tensors)
-        trained.tenant.load_state(weights)
+        trained.tenant.load_state(_weights(snapshot))
         trained.grads = {}
         trained.moments = _part(snapshot.tensors, ADAM) if optimizer else {}
 
@@ -194,7 +193,7 @@ class Machine:
             tenant = self.base(base).frozen()
         else:
             tenant = self._tenant(f"sampler {key}", base, lora)
-            tenant.load_state(snapshot.tensors)
+            tenant.load_state(_weights(snapshot))
         self._samplers[key] = tenant
         while len(self._samplers) > SAMPLERS:
             _, old = self._samplers.popitem(last=False)
@@ -241,6 +240,11 @@ def _lora(given: ops.Lora) -> EngineLora:
 def _tensor(values: Tensor) -> ops.Tensor:
     array = values.numpy().astype("<f4")
     return ops.Tensor(dtype="float32", shape=tuple(array.shape), data=array.tobytes())
+
+
+def _weights(snapshot: Snapshot) -> dict[str, Tensor]:
+    """The weights of a state, or of what was saved for samplers, which has nothing else."""
+    return _part(snapshot.tensors, WEIGHTS) or dict(snapshot.tensors)
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

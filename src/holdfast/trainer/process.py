@@ -28,6 +28,8 @@ from holdfast.procs import die_with_parent
 
 if TYPE_CHECKING:
     from holdfast.trainer.compute import TorchCompute
+    from holdfast.trainer.machine import Machine
+    from holdfast.trainer.ranks import Ranks
 
 __all__ = ["main"]
 
@@ -127,20 +129,26 @@ def _serve(
     host: str,
     port: int,
 ) -> None:
-    from holdfast.engine.determinism import settle
-    from holdfast.trainer.compute import TorchCompute, follow
-    from holdfast.trainer.machine import Machine
-    from holdfast.trainer.ranks import from_env
-
-    settle(threads)
     who = Incarnation.from_env()
-    ranks = from_env()
-    machine = Machine(models, who.run, ranks, device=device, exact=exact)
-    if ranks.rank != 0:
-        follow(machine, ranks)
+
+    def make() -> "tuple[Machine, Ranks]":
+        """Load torch, and meet the other ranks."""
+        from holdfast.engine.determinism import settle
+        from holdfast.trainer.machine import Machine
+        from holdfast.trainer.ranks import from_env
+
+        settle(threads)
+        ranks = from_env()
+        return Machine(models, who.run, ranks, device=device, exact=exact), ranks
+
+    if int(os.environ.get("RANK", "0")):
+        from holdfast.trainer.orders import follow
+
+        follow(*make())
         return
-    compute = TorchCompute(machine, ranks)
-    asyncio.run(_run(who, compute, folder, host, port))
+    from holdfast.trainer.compute import TorchCompute
+
+    asyncio.run(_run(who, TorchCompute(models, make), folder, host, port))
 
 
 async def _run(

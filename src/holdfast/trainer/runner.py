@@ -359,7 +359,8 @@ class Runner:
         )
         await faults.apoint(SAVED)
         save = self._record(state, name, number, kept, op.ttl_s, optimizer=True)
-        return Effect(ops.Saved(path=unparse(*where)), save=(where, save))
+        told = core.tell(unparse(*where), save, kept.hash)
+        return Effect(ops.Saved(path=unparse(*where)), told, save=(where, save))
 
     async def _publish(self, state: State, number: int, op: ops.SaveForSampler) -> Effect:
         core = self._core
@@ -390,7 +391,8 @@ class Runner:
         )
         await faults.apoint(EXPORTED)
         save = self._record(state, name, number, kept, op.ttl_s, optimizer=False)
-        return Effect(ops.SamplerSaved(path=unparse(*where)), save=(where, save))
+        told = core.tell(unparse(*where), save, kept.hash)
+        return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
 
     def _record(
         self,

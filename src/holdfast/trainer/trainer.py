@@ -12,9 +12,9 @@ from typing import ClassVar
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
 from holdfast.trainer.core import Core
-from holdfast.trainer.journal import Journal
+from holdfast.trainer.journal import Journal, Write
 from holdfast.trainer.policy import Policy
-from holdfast.trainer.records import Keys
+from holdfast.trainer.records import Keys, Save
 from holdfast.trainer.runner import Runner
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments
@@ -42,6 +42,7 @@ class Trainer:
         vault: Callable[[Journal], Vault],
         wall: Callable[[], float],
         policy: Policy | None = None,
+        tell: Callable[[str, Save, str], Sequence[Write]] = lambda *_: (),
     ) -> None:
         self._runtime = runtime
         self._policy = policy or Policy()
@@ -49,6 +50,7 @@ class Trainer:
         self._segments = segments
         self._vault = vault
         self._wall = wall
+        self._tell = tell
         self.journal = self.journal_type(runtime, keys, guards)
         self.core: Core
         self.runner: Runner
@@ -67,6 +69,7 @@ class Trainer:
             self._vault(self.journal),
             self._policy,
             self._wall,
+            self._tell,
         )
         await self.core.open(book)
         self.runner = self.runner_type(self.core, book.now)

@@ -232,8 +232,11 @@ def sampler_info(sampler: str, base: str, path: str | None) -> Answer:
 
 
 def weights_info(base: str, lora_rank: int | None, trained: Mapping[str, bool]) -> Answer:
-    """What `weights_info` says; `trained` has `train_attn`, `train_mlp`, `train_unembed`."""
-    said = {"base_model": base, "is_lora": lora_rank is not None, "lora_rank": lora_rank}
+    """What `weights_info` says; `trained` has `train_attn`, `train_mlp`, `train_unembed`.
+
+    The client asks for a model of the rank that it is told here: 0 stands for all the weights.
+    """
+    said = {"base_model": base, "is_lora": lora_rank is not None, "lora_rank": lora_rank or 0}
     return plain(said | {"optimizer_config": {"type": "adamw"}} | dict(trained))
 
 
