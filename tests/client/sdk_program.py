@@ -17,7 +17,7 @@ from holdfast.client import Target, fireworks, tinker
 from holdfast.procs import die_with_parent
 from holdfast.retry import Policy
 
-BASE_MODEL = "holdfast/counting"
+BASE_MODEL = os.environ.get("BASE_MODEL", "holdfast/counting")
 
 
 class Library:

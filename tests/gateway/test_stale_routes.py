@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,10 +22,15 @@ import pytest
 from gateway.service import Service, serve, wait_for
 from holdfast.procs import spawn
 from jobs import counts
+from trainer import journaled
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-sdks/bin/python"
 TRAINER = f"{PYTHON} -u {ROOT / 'tests/jobs/counting_trainer.py'}"
+OWN = "holdfast"
+"""Holdfast's own trainer."""
+BASES = {TRAINER: "holdfast/counting", OWN: "holdfast/tiny"}
+WORDS = {TRAINER: "counting_trainer.py", OWN: "holdfast.trainer"}
 FLAGS = ("--account", "acme", "--gateways", "3", "--lag", "10", "--lease", "2")
 
 
@@ -45,36 +50,40 @@ class Library:
 
 
 @contextlib.contextmanager
-def library(name: str) -> Iterator[Library]:
+def library(name: str, trainer: str = TRAINER) -> Iterator[Library]:
     argv = [str(PYTHON), str(ROOT / "tests/client/sdk_program.py"), name]
     env = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
+    env["BASE_MODEL"] = BASES[trainer]
     with spawn(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         yield Library(child.process.stdin, child.process.stdout)
 
 
-def kill_trainer(service: Service) -> None:
+def kill_trainer(service: Service, word: str) -> None:
     """SIGKILL for the one trainer there is, as soon as there is one."""
-    wait_for(lambda: len(service.processes("counting_trainer.py")) == 1, "there is a trainer")
-    service.kill("counting_trainer.py")
+    wait_for(lambda: len(service.processes(word)) == 1, "there is a trainer")
+    service.kill(word)
 
 
-def _move(service: Service, said: list[dict[str, Any]]) -> None:
+def _move(service: Service, said: list[dict[str, Any]], word: str) -> None:
     """Kill the trainer after it has done a step, and wait for its successor."""
     steps = len(said)
     wait_for(lambda: len(said) > steps + 1, "a step of its own", 60)
     epoch = service.ask("GET", service.jobs("one")).json["epoch"]
-    kill_trainer(service)
+    kill_trainer(service, word)
     wait_for(lambda: service.ask("GET", service.jobs("one")).json["epoch"] > epoch, "the next")
     service.wait("one")
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("trainer", [TRAINER, pytest.param(OWN, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["tinker", "fireworks"])
-def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) -> None:
+def test_no_spurious_not_found_behind_stale_routes(
+    name: str, trainer: str, tmp_path: Path
+) -> None:
     """From RUNNING over two moves to the delete; the library is not wrapped."""
-    with serve(tmp_path, *FLAGS, trainer=TRAINER) as service, library(name) as client:
+    with serve(tmp_path, *FLAGS, trainer=trainer) as service, library(name, trainer) as client:
         service.account = "acme"
         service.create("one")
         # At once: the trainer is not even started.
@@ -91,7 +100,7 @@ def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) ->
         working = threading.Thread(target=work)
         working.start()
         for _ in range(2):
-            _move(service, said)
+            _move(service, said, WORDS[trainer])
         moved.set()
         working.join(120)
         assert not working.is_alive()
@@ -99,7 +108,8 @@ def test_no_spurious_not_found_behind_stale_routes(name: str, tmp_path: Path) ->
         assert not wrong, wrong
 
         ledger = f"sqlite:///{tmp_path}/ledger.db"
-        done = asyncio.run(counts.read(ledger, "default", "acme", "one"))[model]
+        read: Callable[..., Any] = counts.read if trainer == TRAINER else journaled.read
+        done = asyncio.run(read(ledger, "default", "acme", "one"))[model]
         assert [op.seq for op in done] == list(range(1, len(done) + 1))
         assert len(done) == 2 * len(said)
         assert len({op.epoch for op in done}) == 3, "every incarnation did a part"

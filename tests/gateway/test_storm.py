@@ -5,27 +5,30 @@ import contextlib
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.service import Service, serve
-from gateway.test_stale_routes import TRAINER
+from gateway.test_stale_routes import BASES, OWN, TRAINER, WORDS
 from holdfast.client import native
 from holdfast.client.target import Target
 from holdfast.errors import HoldfastError
 from holdfast.servers import EtcdServer
 from jobs import counts
+from trainer import journaled
 
-KINDS = ("gateway.process", "host_process", "counting_trainer.py")
-BASE = "holdfast/counting"
+KINDS = ("gateway.process", "host_process")
+STEP = {"type": "optim_step", "adam_params": {"learning_rate": 1e-3}}
 
 
 class Load:
     """Callers that go on, operation after operation, until they are told to stop."""
 
-    def __init__(self, service: Service, jobs: list[str]) -> None:
-        self._service, self._jobs = service, jobs
+    def __init__(self, service: Service, jobs: list[str], base: str) -> None:
+        self._service, self._jobs, self._base = service, jobs, base
         self.done: Counter[tuple[str, str]] = Counter()
         self.longest_s = 0.0
         self.calm: dict[int, float] = {}
@@ -39,12 +42,12 @@ class Load:
         target = Target.of(self._service.url, api_key=self._service.key, account="acme", job=job)
         async with native.connect(target, warm_up_s=0) as client:
             session = await client.create_session()
-            model = await client.create_model(session, 0, BASE)
+            model = await client.create_model(session, 0, self._base)
             seq = 0
             while not self.over.is_set():
                 seq += 1
                 began = time.monotonic()
-                future = await client.submit("optim_step", model, seq, {"type": "optim_step"})
+                future = await client.submit("optim_step", model, seq, STEP)
                 await future.result()
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
                 self.done[job, model] = seq
@@ -53,10 +56,10 @@ class Load:
 
 
 async def storm(
-    service: Service, callers: int, kills: int, seed: int, jobs: list[str]
+    service: Service, callers: int, kills: int, seed: int, jobs: list[str], trainer: str
 ) -> tuple[Load, Counter[str]]:
     luck, killed = random.Random(seed), Counter[str]()
-    load = Load(service, jobs)
+    load = Load(service, jobs, BASES[trainer])
     async with asyncio.TaskGroup() as group:
         for number in range(callers):
             group.create_task(load.call(number))
@@ -64,7 +67,7 @@ async def storm(
             await asyncio.sleep(0.05)
         while sum(killed.values()) < kills:
             await asyncio.sleep(luck.uniform(0.3, 1.5))
-            kind = luck.choice(KINDS)
+            kind = luck.choice([*KINDS, WORDS[trainer]])
             with contextlib.suppress(IndexError, ProcessLookupError):
                 await asyncio.to_thread(service.kill, kind)
                 killed[kind] += 1
@@ -76,23 +79,26 @@ async def storm(
     return load, killed
 
 
-async def _through(tmp_path: Path, callers: int, kills: int, seed: int, ledger: str) -> None:
+async def _through(
+    tmp_path: Path, callers: int, kills: int, seed: int, ledger: str, trainer: str = TRAINER
+) -> None:
     jobs = ["one", "two"]
     flags = (
         *("--account", "acme", "--gateways", "2", "--lease", "2", "--lag", "1"),
         *("--max-restarts", "1000"),
     )
-    with serve(tmp_path, *flags, ledger=ledger, trainer=TRAINER) as service:
+    read: Callable[..., Any] = counts.read if trainer == TRAINER else journaled.read
+    with serve(tmp_path, *flags, ledger=ledger, trainer=trainer) as service:
         service.account = "acme"
         for job in jobs:
             service.create(job)
         try:
-            load, killed = await storm(service, callers, kills, seed, jobs)
+            load, killed = await storm(service, callers, kills, seed, jobs, trainer)
         except* HoldfastError as errors:
             pytest.fail(f"seed {seed}: a caller was told {errors.exceptions[0]!r}")
         total = 0
         for job in jobs:
-            models = await counts.read(ledger, "default", "acme", job)
+            models = await read(ledger, "default", "acme", job)
             for model, ops in models.items():
                 assert len(ops) == load.done[job, model], f"seed {seed}: {job} {model}"
                 total += len(ops)
@@ -129,3 +135,10 @@ async def test_a_storm_on_etcd(tmp_path: Path) -> None:
     with EtcdServer(tmp_path / "etcd") as etcd:
         url = "etcd://{}:{}".format(*etcd.endpoint)
         await _through(tmp_path / "serve", 20, 15, 3, url)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_storm_over_the_real_trainer(tmp_path: Path) -> None:
+    """The same promises when models are really computed, and replayed."""
+    await _through(tmp_path, 12, 12, 4, f"sqlite:///{tmp_path}/ledger.db", OWN)
