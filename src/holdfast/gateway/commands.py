@@ -66,6 +66,9 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
 @click.option(
     "--ranks", default=1, show_default=True, help="For Holdfast's own trainer: its processes."
 )
+@click.option(
+    "--store", default="", help="For Holdfast's own trainer: where batches by reference are."
+)
 @click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
 @click.option("--health-path", default="/api/v1/healthz", show_default=True)
 @click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
@@ -101,6 +104,7 @@ def serve(
     trainers: tuple[str, ...],
     models: tuple[str, ...],
     ranks: int,
+    store: str,
     **given: object,
 ) -> None:
     """Start the control plane, the gateway and a host for trainers.
@@ -130,7 +134,7 @@ def serve(
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
     parts = _parts(
-        asked, lasting, run, folder, port, _named(trainers, _own_trainer(models, ranks))
+        asked, lasting, run, folder, port, _named(trainers, _own_trainer(models, ranks, store))
     )
 
     def announce() -> None:
@@ -176,7 +180,7 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
 
 
-def _own_trainer(models: tuple[str, ...], ranks: int) -> str:
+def _own_trainer(models: tuple[str, ...], ranks: int, store: str) -> str:
     """The command of Holdfast's own trainer."""
     if not 1 <= ranks <= 64:
         raise Mistake(f"--ranks is 1 to 64, not {ranks}")
@@ -186,6 +190,7 @@ def _own_trainer(models: tuple[str, ...], ranks: int) -> str:
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
     given = [word for one in models for word in ("--model", one)]
     given += ["--ranks", str(ranks)] if ranks > 1 else []
+    given += ["--store", store] if store else []
     return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])
 
 

@@ -86,6 +86,12 @@ class State:
         owner = self.model or self.sampler
         return owner is None or owner.ended
 
+    @property
+    def stillborn(self) -> bool:
+        """Whether its first operation, which would have made the model, has failed."""
+        first = self.line.results.get(0)
+        return self.model is not None and first is not None and first.failed
+
 
 class Core:
     """See the module. One at a time acts for a job: the one whose journal holds the seat."""
@@ -209,7 +215,9 @@ class Core:
         state = self.lines.get(name)
         if state is None:
             # The promise and the model's record become durable together.
-            living = sum(1 for one in self.lines.values() if one.model and not one.ended)
+            living = sum(
+                1 for one in self.lines.values() if one.model and not (one.ended or one.stillborn)
+            )
             if living >= self.policy.max_models:
                 raise Unavailable(
                     f"there are {living} models already: unload one, or come again later"
@@ -226,13 +234,19 @@ class Core:
 
     async def _create_sampler(self, session: str, seq: int, base: str, path: str) -> str:
         name = sampler_name(session, seq)
-        if name in self.lines:
+        channel = channel_of(*parse(path)) if path else ""
+        known = self.lines.get(name)
+        if known is not None:
+            assert known.sampler is not None
+            if known.sampler.channel != channel or not (path or known.base == base):
+                raise Exists(
+                    f"sampling session {seq} of {session} stands for other weights: "
+                    "are two clients using one session?"
+                )
             return name
         sampler = Sampler(session=session, base=base)
         if path:
             save = self.find_save(path)
-            model, folder, saved = parse(path)
-            channel = channel_of(model, folder, saved)
             sampler = Sampler(
                 session=session,
                 base=save.base,
@@ -353,6 +367,12 @@ class Core:
         elif writing is not None:
             await asyncio.shield(writing)
         return f"{name}:{number}"
+
+    def is_known(self, name: str, number: int, kind: type[Op]) -> bool:
+        """Whether this number stands for an operation of this kind, and is durable."""
+        line = self.find_any(name).line
+        known = line.entries.get(number) or line.results.get(number)
+        return known is not None and known.kind == kind.__struct_config__.tag
 
     def identity(self, op: Op) -> str:
         """What a duplicate is known by."""

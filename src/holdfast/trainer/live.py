@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from pydantic import ValidationError
@@ -27,6 +27,9 @@ from holdfast.trainer.service import Service
 from holdfast.trainer.trainer import Trainer
 from holdfast.trainer.vault import WeightsVault
 
+if TYPE_CHECKING:
+    from holdfast.transfer import Store
+
 __all__ = ["Life"]
 
 _GRACE_S = 2
@@ -46,10 +49,12 @@ class Life:
         policy: dict[str, object] | None = None,
         cycle: int = 0,
         sync: bool = False,
+        store: "Store | None" = None,
     ) -> None:
         self._who = who
         self._compute = compute
         self._cycle = cycle
+        self._store = store
         home = folder / check_name("account", who.account) / check_name("job", who.job)
         self._trainer = Trainer(
             runtime,
@@ -85,7 +90,9 @@ class Life:
 
     async def serve(self, host: str, port: int, wrap: Callable[[Any], Any]) -> None:
         """Serve until a signal comes (then end well) or something goes wrong (then raise)."""
-        service = Service(self._trainer.core, self._trainer.upkeep, self._compute)
+        service = Service(
+            self._trainer.core, self._trainer.upkeep, self._compute, store=self._store
+        )
         server = uvicorn.Server(
             uvicorn.Config(
                 wrap(App(service)),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import msgspec
 
-from holdfast import cycle, ledger
+from holdfast import cycle, ledger, transfer
 from holdfast.errors import HoldfastError, Mistake
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
@@ -64,6 +64,9 @@ class Spec(msgspec.Struct, frozen=True):
 @click.option(
     "--ranks", default=1, show_default=True, help="Processes that compute, under holdfast launch."
 )
+@click.option(
+    "--store", default="", help="Where batches by reference are fetched from: shm://NAME, …"
+)
 @click.option("--host", envvar="HOST", default="127.0.0.1", show_default=True)
 @click.option("--port", envvar="PORT", type=int, required=True)
 def main(
@@ -73,6 +76,7 @@ def main(
     threads: int,
     fast: bool,
     ranks: int,
+    store: str,
     host: str,
     port: int,
 ) -> None:
@@ -83,7 +87,7 @@ def main(
     try:
         if ranks > 1 and not is_worker:
             _launch(ranks)
-        _serve(folder, _models(models, folder), device, threads, not fast, host, port)
+        _serve(folder, _models(models, folder), device, threads, not fast, store, host, port)
     except HoldfastError as error:
         click.echo(f"holdfast: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)
@@ -126,6 +130,7 @@ def _serve(
     device: str,
     threads: int,
     exact: bool,
+    store: str,
     host: str,
     port: int,
 ) -> None:
@@ -148,17 +153,18 @@ def _serve(
         return
     from holdfast.trainer.compute import TorchCompute
 
-    asyncio.run(_run(who, TorchCompute(models, make), folder, host, port))
+    asyncio.run(_run(who, TorchCompute(models, make), folder, store, host, port))
 
 
 async def _run(
-    who: Incarnation, compute: "TorchCompute", folder: Path, host: str, port: int
+    who: Incarnation, compute: "TorchCompute", folder: Path, store: str, host: str, port: int
 ) -> None:
     from holdfast.trainer.live import Life
 
     url = os.environ["HOLDFAST_LEDGER"]
     spec = _spec(os.environ.get("HOLDFAST_SPEC", "{}"))
-    async with ledger.open(url) as opened:
+    async with contextlib.AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(ledger.open(url))
         life = Life(
             LiveRuntime(opened, seed=secrets.randbits(64)),
             who,
@@ -168,6 +174,7 @@ async def _run(
             policy=spec.policy,
             cycle=cycle.number(),
             sync=_must_sync(url),
+            store=stack.enter_context(transfer.connect(store)) if store else None,
         )
         await life.begin(f"{os.getpid()}-{secrets.token_hex(8)}")
         await life.serve(host, port, lambda app: Fence(app, who))

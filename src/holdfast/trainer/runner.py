@@ -25,7 +25,7 @@ from holdfast.errors import Corrupt, Gone, HoldfastError, Mistake, NotFound, Ret
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
-from holdfast.trainer.core import Core, State, channel_of, checkpoints_of, sampler_name
+from holdfast.trainer.core import Core, State, channel_of, checkpoints_of
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import SAMPLER, STATE, unparse
@@ -379,7 +379,9 @@ class Runner:
                 channel=channel,
                 version=kept.version,
             )
-            session = sampler_name(model.session, op.session_seq)
+            # Not named by `session_seq`: that is no name of ours to give, another publication
+            # or sampling session may have it already, and would keep its own weights.
+            session = f"{state.name}-p{number}"
             return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
         name = check_name("save", op.name or f"{number:06}")
         where = (state.name, SAMPLER, name)

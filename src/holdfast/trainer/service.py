@@ -8,18 +8,28 @@ its number up; what is wrong with a request that has no number is a 4xx at once.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast import events
-from holdfast.errors import HoldfastError, Mistake, NotFound
+from holdfast.errors import (
+    BatchFailed,
+    HoldfastError,
+    Mistake,
+    NotFound,
+    Retriable,
+    Unavailable,
+)
 from holdfast.timeouts import DEFAULTS
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core, Pending
 from holdfast.trainer.ops import Failed
 from holdfast.trainer.upkeep import Upkeep
-from holdfast.trainer.wire import answers, requests
+from holdfast.trainer.wire import answers, references, requests
 from holdfast.trainer.wire.answers import Answer
 from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered
+
+if TYPE_CHECKING:
+    from holdfast.transfer import Store
 
 __all__ = ["Bases", "Request", "Service"]
 
@@ -82,12 +92,14 @@ class Service:
         upkeep: Upkeep,
         bases: Bases,
         *,
+        store: "Store | None" = None,
         hold_s: float = DEFAULTS.poll_hold_s,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._core = core
         self._upkeep = upkeep
         self._bases = bases
+        self._store = store
         self._hold_s = hold_s
         self._limits = limits
         self._posts: dict[str, Handler] = {
@@ -102,6 +114,7 @@ class Service:
             "unload_model": self._unload_model,
             "forward": self._forward,
             "forward_backward": self._forward_backward,
+            "forward_backward_references": self._by_reference,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "load_weights": self._load_weights,
@@ -231,6 +244,23 @@ class Service:
     async def _forward_backward(self, body: bytes, request: Request) -> Answer:
         ask = requests.forward_backward(body, request.content_type, self._limits)
         return await self._submit(ask)
+
+    async def _by_reference(self, body: bytes, _request: Request) -> Answer:
+        ask = references.read(body, self._limits)
+        if self._core.is_known(ask.model_id, ask.seq_id, ops.ForwardBackward):
+            # Its values may be gone by now: they are in the journal.
+            return answers.promise(f"{ask.model_id}:{ask.seq_id}", model=ask.model_id)
+        if self._store is None:
+            raise Mistake("there is no store to fetch from: start the trainer with --store URL")
+        try:
+            values = await self._store.aget(ask.refs())
+        except BatchFailed as error:
+            if all(isinstance(one, Retriable) for one in error.failures.values()):
+                raise Unavailable(str(error)) from error
+            # The number is not used up: the same step may be sent with other references.
+            return answers.problem(424, "values_missing", str(error))
+        op = references.filled(ask, values)
+        return await self._submit(Numbered(ask.model_id, ask.seq_id, op))
 
     async def _optim_step(self, body: bytes, _request: Request) -> Answer:
         return await self._submit(requests.optim_step(body))
