@@ -37,6 +37,7 @@ bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/
 	$(BIN)/python -m benchmarks.sample_queue
 	$(BIN)/python -m benchmarks.rendezvous
 	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.trainer
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

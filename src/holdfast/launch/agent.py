@@ -30,7 +30,7 @@ from holdfast.launch.identity import Identity
 from holdfast.launch.logs import Logs
 from holdfast.launch.spec import Spec
 from holdfast.launch.warden import Warden
-from holdfast.launch.warm import WarmPool
+from holdfast.launch.warm import PRELOAD, WarmPool
 from holdfast.launch.workers import check
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.attend import attend
@@ -52,6 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     logs: Logs
     warm: bool = True
+    preload: tuple[str, ...] = PRELOAD
+    """What interpreters that are kept warm have imported."""
 
 
 class NodeLeft(events.Event, frozen=True, tag="launch.node.left"):
@@ -71,7 +73,7 @@ async def run(plan: Plan) -> int:
         _say(f"this node is unhealthy and does not join: {wrong}")
         return UNHEALTHY
     warden = Warden()
-    pool = WarmPool(plan.spec) if plan.warm else None
+    pool = WarmPool(plan.spec, preload=plan.preload) if plan.warm else None
     if pool is not None:
         pool.fill()
     crew = NodeCrew(plan.spec, plan.settings, plan.logs, pool=pool, warden=warden, say=_say)

@@ -111,6 +111,12 @@ class _TorchFlags(click.Command):
 @click.option("-m", "--module", is_flag=True, help="ENTRY is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, help="ENTRY is a program.")
 @click.option("--no-warm", is_flag=True, help="Start every worker from nothing.")
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE",
+    help="What warm interpreters import; may be given again [default: torch, torch._dynamo].",
+)
 @_not_needed
 @click.option("--rdzv-endpoint", hidden=True)
 @click.option("--dry-run", is_flag=True, help="Print what was resolved, and end.")

@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 from pathlib import Path
+from typing import cast
 
 from holdfast import ledger
 from holdfast.errors import Mistake
@@ -16,6 +17,7 @@ from holdfast.launch.hang import Learnt, Limits
 from holdfast.launch.identity import identify
 from holdfast.launch.logs import Logs, parse_streams
 from holdfast.launch.spec import Kind, Spec
+from holdfast.launch.warm import PRELOAD
 from holdfast.ledger.types import MAX_LEASE_S
 from holdfast.machine import state_dir
 from holdfast.rendezvous.records import Rules
@@ -123,6 +125,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
             tee=parse_streams(str(given["tee"])),
         ),
         warm=not given["no_warm"],
+        preload=cast(tuple[str, ...], given["preload"]) or PRELOAD,
     )
 
 

@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "holdfast.trainer.live",
+    "holdfast.trainer.orders",
+)
+"""What ranks that are kept ready have imported: seconds that a replacement need not wait."""
 TINY = "holdfast/tiny"
 """The model that is there without any being given."""
 
@@ -103,7 +114,9 @@ def _launch(ranks: int) -> NoReturn:
     os.environ[JOB_RUN] = who.run
     name = f"{who.run}.{who.account}.{who.job}.{who.epoch}"
     given = ["--run", name, "--nproc-per-node", str(ranks), "--grace", "3"]
-    given += ["--max-restarts", "1000", "--last-call", "0", "-m", "holdfast.trainer"]
+    given += ["--max-restarts", "1000", "--last-call", "0"]
+    given += [word for module in PRELOAD for word in ("--preload", module)]
+    given += ["-m", "holdfast.trainer"]
     argv = [sys.executable, "-m", "holdfast", "launch", *given, *sys.argv[1:]]
     os.execv(sys.executable, argv)  # noqa: S606 -- the same interpreter
 
