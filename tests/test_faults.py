@@ -1,6 +1,7 @@
 """Fault points: they cost nothing when off, and hit exactly where and when they should."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -46,6 +47,7 @@ def _disarmed() -> Iterator[None]:
         ("a.b:kill", (Clause("a.b", "kill"),)),
         ("a.b:kill@3", (Clause("a.b", "kill", first=3),)),
         ("a.b:stop@2+", (Clause("a.b", "stop", first=2, onward=True),)),
+        ("a.b:kill@2!", (Clause("a.b", "kill", first=2, once=True),)),
         ("a.b:delay=0.5@1+", (Clause("a.b", "delay", "0.5", onward=True),)),
         ("a.b:raise=Unavailable", (Clause("a.b", "raise", "Unavailable"),)),
         ("a.b:raise=OSError(ENOSPC)@9", (Clause("a.b", "raise", "OSError(ENOSPC)", 9),)),
@@ -77,6 +79,8 @@ def test_plans_are_understood(text: str, clauses: tuple[Clause, ...]) -> None:
         "a.b:kill@x",
         "a.b:kill@99999999999999",
         "a.b:kill@1++",
+        "a.b:kill@1+!",
+        "a.b:kill!",
         "a.b:delay",
         "a.b:delay=soon",
         "a.b:delay=nan",
@@ -348,13 +352,13 @@ os.write(1, b".")
 """
 
 
-def worker(tmp_path: Path, plan: str, where: str = "main") -> Child:
+def worker(tmp_path: Path, plan: str, where: str = "main", log: Path | None = None) -> Child:
     return spawn(
         [sys.executable, "-c", _WORKER, str(tmp_path / "events"), where],
         env={
             "PYTHONPATH": SRC,
             "HOLDFAST_FAULTS": plan,
-            "HOLDFAST_FAULTS_LOG": str(tmp_path / "faults"),
+            "HOLDFAST_FAULTS_LOG": str((log or tmp_path) / "faults"),
         },
         stdout=subprocess.PIPE,
     )
@@ -404,6 +408,52 @@ def test_a_process_is_stopped_at_the_nth_hit(tmp_path: Path, where: str) -> None
         assert child.process.wait(10) == 0
         assert child.process.stdout is not None
         child.process.stdout.close()
+
+
+def test_only_the_first_process_is_killed(tmp_path: Path) -> None:
+    """`!`: who comes to its n-th hit first is killed; who follows under the same plan is not."""
+    plan = "test.here:kill@3!;test.here:kill@5!"
+    for dies_at in (3, 5, None):
+        with worker(tmp_path, plan) as child:
+            assert said(child, 99) == (b"12345." if dies_at is None else b"12345"[:dies_at])
+            assert child.process.wait(10) == (0 if dies_at is None else -signal.SIGKILL)
+            assert child.process.stdout is not None
+            child.process.stdout.close()
+    assert fired(tmp_path) == [("test.here", "kill", 3), ("test.here", "kill", 5)]
+
+
+def test_of_many_at_once_one_fires(tmp_path: Path) -> None:
+    """Processes that come there together: exactly one fires, and only that one tells."""
+    folders = [tmp_path / str(at) for at in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(worker(folder, "test.here:kill@2!", log=tmp_path))
+            for folder in folders
+        ]
+        codes = [child.process.wait(20) for child in children]
+        for child in children:
+            assert child.process.stdout is not None
+            child.process.stdout.close()
+    assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0]
+    assert len((tmp_path / "faults").read_text().splitlines()) == 1
+
+
+def test_once_is_remembered_by_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a log a clause with `!` is a mistake; a log that holds rubbish does no harm."""
+    monkeypatch.delenv("HOLDFAST_FAULTS_LOG", raising=False)
+    with pytest.raises(Mistake, match="HOLDFAST_FAULTS_LOG"):
+        faults.arm("test.here:raise=Unavailable@1!")
+    (tmp_path / "faults").write_bytes(b"\xff\n{}\n")
+    monkeypatch.setenv("HOLDFAST_FAULTS_LOG", str(tmp_path / "faults"))
+    faults.arm("test.here:raise=Unavailable@1!")
+    with pytest.raises(Unavailable):
+        faults.point(HERE)
+    assert faults.hits() == {HERE: Hits(1, 1)}
+    faults.arm("test.here:raise=Unavailable@1!")
+    faults.point(HERE)
+    assert faults.hits() == {HERE: Hits(1, 0)}
 
 
 def test_a_process_with_another_plan_is_left_alone(tmp_path: Path) -> None:

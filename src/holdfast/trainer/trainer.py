@@ -6,9 +6,11 @@ a successor begins from the journal.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from holdfast.errors import HoldfastError, Retriable
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
 from holdfast.trainer.core import Core
@@ -72,6 +74,8 @@ class Trainer:
             self._tell,
         )
         await self.core.open(book)
+        # Ledger and vault were read one after the other: still by the one who acts for the job?
+        await self.journal.check()
         self.runner = self.runner_type(self.core, book.now)
         self.upkeep = self.upkeep_type(self.core, segments)
 
@@ -86,6 +90,11 @@ class Trainer:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except HoldfastError:
+            # Whoever was replaced may find that things are gone which its successor removed.
+            with contextlib.suppress(Retriable):
+                await self.journal.check()
+            raise
         finally:
             for task in tasks:
                 task.cancel()
