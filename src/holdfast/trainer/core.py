@@ -11,8 +11,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -29,68 +27,19 @@ from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Content, Entry, Model, Place, Result, Sampler, Save, Session
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments, content_of, read_content
+from holdfast.trainer.state import (
+    Pending,
+    State,
+    channel_of,
+    check_number,
+    checkpoints_of,
+    sampler_name,
+)
 
-__all__ = ["Core", "Pending", "State"]
+__all__ = ["Core"]
 
 ARRIVED = faults.declare("trainer.journal.before", "an operation has come, not in the journal")
 JOURNALED = faults.declare("trainer.journal.after", "in the journal, nobody has the promise")
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """There is no result yet."""
-
-    state: Literal["active", "paused_capacity", "paused_rate_limit"]
-    reason: str
-
-
-@dataclass
-class State:
-    """One line as it is in memory."""
-
-    name: str
-    line: Line
-    model: Model | None = None
-    sampler: Sampler | None = None
-    pending: "dict[int, tuple[str, str, asyncio.Task[None]]]" = field(default_factory=dict)
-    """What is being written to the journal: kind, identity, and who writes."""
-    restorable: int | None = None
-    """The checkpoint that there was when this trainer began."""
-    loaded: bool = False
-    """Whether its model is in memory."""
-    busy: bool = False
-    """Whether one of its operations is being carried out."""
-    since_s: float = 0.0
-    """Seconds of computing since the last checkpoint."""
-    since_bytes: int = 0
-    saving: "asyncio.Task[None] | None" = None
-    """The checkpoint that is being written."""
-
-    @property
-    def base(self) -> str:
-        """The base of its model."""
-        owner = self.model or self.sampler
-        assert owner is not None
-        return owner.base
-
-    @property
-    def session(self) -> str:
-        """Whose it is."""
-        owner = self.model or self.sampler
-        assert owner is not None
-        return owner.session
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more is done for it."""
-        owner = self.model or self.sampler
-        return owner is None or owner.ended
-
-    @property
-    def stillborn(self) -> bool:
-        """Whether its first operation, which would have made the model, has failed."""
-        first = self.line.results.get(0)
-        return self.model is not None and first is not None and first.failed
 
 
 class Core:
@@ -206,7 +155,7 @@ class Core:
             return await self._create_model(session, seq, op)
 
     async def _create_model(self, session: str, seq: int, op: ops.CreateModel) -> tuple[str, str]:
-        name = f"{session}-{_check_number(seq)}"
+        name = f"{session}-{check_number(seq)}"
         base, lora = op.base, op.lora
         if op.load is not None:
             save = self.find_save(op.load.path)
@@ -342,7 +291,7 @@ class Core:
         self, name: str, number: int, op: Op, refused: Failed | None, also: tuple[Write, ...]
     ) -> str:
         state = self.find_any(name)
-        _check_number(number)
+        check_number(number)
         kind, identity = ops.kind(op), self.identity(op)
         if number in state.pending:
             was_kind, was_identity, writing = state.pending[number]
@@ -519,30 +468,9 @@ class Core:
         self._heard.clear()
 
 
-def sampler_name(session: str, seq: int) -> str:
-    """The name of a sampling session: the client numbers them, so a repeated request is known."""
-    return f"{session}-s{_check_number(seq)}"
-
-
-def checkpoints_of(model: str) -> str:
-    """The channel of a model's checkpoints: the newest one counts. Versions are numbers."""
-    return f"{model}.state"
-
-
-def channel_of(model: str, folder: str, name: str) -> str:
-    """The channel in which something is kept under a name."""
-    return f"{model}.{'w' if folder == 'weights' else 's'}.{name}"
-
-
 def _size(result: Result) -> int:
     content = result.content
     return len(content.inline or b"") if content.place is None else content.place.length
-
-
-def _check_number(number: int) -> int:
-    if not 0 <= number <= 2**62:
-        raise Mistake(f"operations are numbered from 0, not {number}")
-    return number
 
 
 def _above(entries: dict[int, Entry], trimmed: int) -> dict[int, Entry]:

@@ -14,24 +14,24 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ClassVar, ParamSpec, TypeVar
 
 import msgspec
 
 from holdfast import events, faults
-from holdfast.errors import Corrupt, Gone, HoldfastError, Mistake, NotFound, Retriable
+from holdfast.errors import Corrupt, HoldfastError
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
-from holdfast.trainer.core import Core, State, channel_of, checkpoints_of
+from holdfast.trainer.core import Core
+from holdfast.trainer.effects import CHECKPOINTS, Effect, Effects, changes_state
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.paths import SAMPLER, STATE, unparse
-from holdfast.trainer.records import Entry, Model, Now, Result, Sampler, Save, check_name
-from holdfast.trainer.seams import Kept, Snapshot
+from holdfast.trainer.records import Entry, Now, Result
+from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.segments import read_content
+from holdfast.trainer.state import State, checkpoints_of
 
 __all__ = ["Runner"]
 
@@ -41,15 +41,11 @@ SETTLED = faults.declare("trainer.result.after", "the result is recorded, nobody
 CAPTURED = faults.declare("trainer.checkpoint.captured", "state captured, nothing kept")
 KEPT = faults.declare("trainer.checkpoint.kept", "checkpoint kept, nothing trimmed")
 TRIMMED = faults.declare("trainer.checkpoint.trimmed", "trimmed on record, entries still there")
-EXPORTED = faults.declare("trainer.publish.kept", "sampler weights kept, not recorded")
-SAVED = faults.declare("trainer.save.kept", "saved weights kept, not recorded")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CHECKPOINTS = 2
 _CHUNK = 100
-_WAIT_S = 0.5
 
 
 class Quarantined(events.Event, frozen=True, tag="trainer.quarantined"):
@@ -75,36 +71,20 @@ class Checkpointed(events.Event, frozen=True, tag="trainer.checkpointed"):
     bytes: int
 
 
-class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
-    """Something cannot be kept at the moment; it is tried again."""
-
-    reason: str
-
-
 class CheckpointFailed(events.Event, frozen=True, tag="trainer.checkpoint_failed"):
     """No checkpoint was made; the next one will be."""
 
     reason: str
 
 
-@dataclass
-class Effect:
-    """What came of an operation, and what is to be recorded together with its result."""
-
-    outcome: Outcome
-    writes: Sequence[Write] = ()
-    model: Model | None = None
-    sampler: tuple[str, Sampler] | None = None
-    save: tuple[tuple[str, str, str], Save] | None = None
-    trims: bool = False
-    """Whether the model's checkpoint is at this operation now."""
-
-
 class Runner:
     """The one who computes. `run` ends only with an error: then the process must end."""
 
+    effects_type: ClassVar[type[Effects]] = Effects
+
     def __init__(self, core: Core, now: Now | None) -> None:
         self._core = core
+        self._effects = self.effects_type(core)
         self._suspect = now
         self._last = ""
 
@@ -148,7 +128,7 @@ class Runner:
             line.finish(number)
             return
         op = ops.decode_op(read_content(entry.content, core.segments))
-        if known is not None and not _changes_state(op):
+        if known is not None and not changes_state(op):
             line.finish(number)
             return
         deaths = self._deaths(state.name, number) if known is None else 0
@@ -162,7 +142,7 @@ class Runner:
             await begun
         await faults.apoint(BEFORE)
         started = core.runtime.now()
-        effect = await self._effect(state, number, op)
+        effect = await self._effects.carry_out(state, number, op)
         state.since_s += core.runtime.now() - started
         await faults.apoint(AFTER)
         if known is None:
@@ -203,7 +183,7 @@ class Runner:
     async def _settle(self, state: State, number: int, entry: Entry, effect: Effect) -> None:
         """Post the result, and whatever belongs to it, as one."""
         core = self._core
-        result = await self._patient(lambda: _now(core.result_of, entry, effect.outcome))
+        result = await self._effects.patient(lambda: _now(core.result_of, entry, effect.outcome))
         writes: list[Write] = [put(core.keys.result(state.name, number), result), *effect.writes]
         if effect.model is not None:
             state.model = effect.model
@@ -229,48 +209,6 @@ class Runner:
 
         posted.add_done_callback(durable)
 
-    async def _effect(self, state: State, number: int, op: Op) -> Effect:
-        """Do it. What the caller has done wrong is a result, and has no effect."""
-        try:
-            if isinstance(op, ops.Sample):
-                return Effect(await self._sample(state, number, op))
-            if not isinstance(op, ops.CreateModel):
-                await self._have(state)
-            match op:
-                case ops.CreateModel():
-                    return await self._create(state, number, op)
-                case ops.ForwardBackward() | ops.OptimStep():
-                    return Effect(await self._core.compute.apply(state.name, number, op))
-                case ops.SaveWeights():
-                    return await self._save(state, number, op)
-                case ops.SaveForSampler():
-                    return await self._publish(state, number, op)
-                case ops.LoadWeights():
-                    return await self._load(state, number, op)
-                case ops.Unload():
-                    return await self._unload(state)
-                case ops.Skip():
-                    return Effect(Failed(error=op.reason))
-        except Mistake as error:
-            return Effect(Failed(error=str(error)))
-        except Retriable as error:
-            if _changes_state(op):
-                raise  # perhaps half done: begin again from the journal
-            return Effect(Failed(error=str(error), category="server"))
-
-    async def _patient(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Wait for room, on a disk or wherever; what was asked for is not lost meanwhile."""
-        runtime = self._core.runtime
-        until = runtime.now() + self._core.policy.room_s
-        while True:
-            try:
-                return await call()
-            except Retriable as error:
-                if runtime.now() >= until:
-                    raise
-                events.emit(Waiting(reason=str(error)))
-                await runtime.sleep(_WAIT_S)
-
     # ---- models ----------------------------------------------------------------
 
     async def supply(self) -> None:
@@ -285,157 +223,6 @@ class Runner:
                     op = ops.decode_op(read_content(content, self._core.segments))
                     effect = Effect(_loaded(state.name, op))
                     await self._settle(state, number, line.entries[number], effect)
-
-    async def _have(self, state: State) -> None:
-        """Make sure that the model is in memory, as it was at its last checkpoint."""
-        if state.loaded:
-            return
-        core, model = self._core, state.model
-        assert model is not None
-        if state.restorable is None:
-            # Its creation failed: whatever is asked of it fails, too.
-            raise NotFound(f"the model {state.name} could not be created")
-        # What was passed over since then had no effect on it.
-        channel, version = checkpoints_of(state.name), state.restorable
-        kept = await self._patient(lambda: core.vault.load(channel, version))
-        await core.compute.restore(state.name, model.base, model.lora, kept)
-        state.loaded = True
-
-    async def _create(self, state: State, number: int, op: ops.CreateModel) -> Effect:
-        core, model = self._core, state.model
-        assert model is not None
-        await core.compute.create(state.name, model.base, model.lora)
-        state.loaded = True
-        if op.load is None:
-            return Effect(ops.Created(model=state.name))
-        try:
-            created = ops.Created(model=state.name, path=op.load.path)
-            return await self._load(state, number, op.load, created)
-        except Mistake:
-            await core.compute.drop(state.name)
-            state.loaded = False
-            raise
-
-    async def _load(
-        self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
-    ) -> Effect:
-        core = self._core
-        save = core.find_save(op.path)
-        model, folder, name = op.path.removeprefix("tinker://").split("/")
-        if op.optimizer and not save.optimizer:
-            raise Mistake(f"{op.path} has no optimizer state: load it without")
-        try:
-            kept = await self._patient(
-                lambda: core.vault.load(channel_of(model, folder, name), save.version)
-            )
-        except (Gone, NotFound) as error:
-            raise Mistake(f"{op.path} is no longer there: {error}") from error
-        await core.compute.load(state.name, kept, optimizer=op.optimizer)
-        state_now = await core.compute.capture(state.name)
-        await core.journal.flushed()
-        channel = checkpoints_of(state.name)
-        await self._patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
-        return Effect(outcome or ops.Loaded(path=op.path), trims=True)
-
-    async def _unload(self, state: State) -> Effect:
-        assert state.model is not None
-        await self._core.compute.drop(state.name)
-        state.loaded = False
-        ended = msgspec.structs.replace(state.model, ended=True)
-        return Effect(ops.Done(what="unload_model", model=state.name), model=ended)
-
-    # ---- saving ----------------------------------------------------------------
-
-    async def _save(self, state: State, number: int, op: ops.SaveWeights) -> Effect:
-        core = self._core
-        name = check_name("save", op.name or f"{number:06}")
-        where = (state.name, STATE, name)
-        there = core.saves.get(where)
-        if there is not None and there.number != number and not op.overwrite:
-            raise Mistake(f"{unparse(*where)} is there already: say overwrite, or another name")
-        snapshot = await core.compute.capture(state.name)
-        kept = await self._patient(
-            lambda: core.vault.save(channel_of(*where), number, snapshot, 1)
-        )
-        await faults.apoint(SAVED)
-        save = self._record(state, name, number, kept, op.ttl_s, optimizer=True)
-        told = core.tell(unparse(*where), save, kept.hash)
-        return Effect(ops.Saved(path=unparse(*where)), told, save=(where, save))
-
-    async def _publish(self, state: State, number: int, op: ops.SaveForSampler) -> Effect:
-        core = self._core
-        model = state.model
-        assert model is not None
-        snapshot = await core.compute.export(state.name)
-        if op.name is None and op.session_seq is not None:
-            channel = f"{state.name}.sampler"
-            keep = core.policy.sampler_keep
-            kept = await self._patient(lambda: core.vault.save(channel, number, snapshot, keep))
-            await faults.apoint(EXPORTED)
-            sampler = Sampler(
-                session=model.session,
-                base=model.base,
-                lora=model.lora,
-                channel=channel,
-                version=kept.version,
-            )
-            # Not named by `session_seq`: that is no name of ours to give, another publication
-            # or sampling session may have it already, and would keep its own weights.
-            session = f"{state.name}-p{number}"
-            return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
-        name = check_name("save", op.name or f"{number:06}")
-        where = (state.name, SAMPLER, name)
-        there = core.saves.get(where)
-        if there is not None and there.number != number:
-            raise Mistake(f"{unparse(*where)} is there already: use another name")
-        kept = await self._patient(
-            lambda: core.vault.save(channel_of(*where), number, snapshot, 1)
-        )
-        await faults.apoint(EXPORTED)
-        save = self._record(state, name, number, kept, op.ttl_s, optimizer=False)
-        told = core.tell(unparse(*where), save, kept.hash)
-        return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
-
-    def _record(
-        self,
-        state: State,
-        name: str,
-        number: int,
-        kept: Kept,
-        ttl_s: int | None,
-        *,
-        optimizer: bool,
-    ) -> Save:
-        assert state.model is not None
-        now = self._core.wall()
-        return Save(
-            name=name,
-            number=number,
-            version=kept.version,
-            base=state.model.base,
-            lora=state.model.lora,
-            optimizer=optimizer,
-            bytes=kept.bytes,
-            created_at=now,
-            expires_at=now + ttl_s if ttl_s else 0.0,
-        )
-
-    async def _sample(self, state: State, number: int, op: ops.Sample) -> Outcome:
-        core, sampler = self._core, state.sampler
-        if sampler is None:
-            raise Mistake(f"{state.name} is a model: sample with a sampling session")
-        key = f"{sampler.channel}@{sampler.version}" if sampler.channel else sampler.base
-        if not core.compute.has_sampler(key):
-            snapshot = None
-            if sampler.channel:
-                try:
-                    snapshot = await self._patient(
-                        lambda: core.vault.load(sampler.channel, sampler.version)
-                    )
-                except (Gone, NotFound) as error:
-                    raise Mistake(f"its weights are no longer kept: {error}") from error
-            await core.compute.open_sampler(key, sampler.base, sampler.lora, snapshot)
-        return await core.compute.sample(key, state.name, number, op)
 
     # ---- checkpoints -----------------------------------------------------------
 
@@ -510,14 +297,3 @@ def _loaded(model: str, op: Op) -> Outcome:
 
 async def _now(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return call(*args, **kwargs)
-
-
-def _changes_state(op: Op) -> bool:
-    """Whether carrying it out changes what comes after it."""
-    match op:
-        case ops.ForwardBackward():
-            return op.backward
-        case ops.SaveWeights() | ops.SaveForSampler() | ops.Sample() | ops.Skip():
-            return False
-        case _:
-            return True

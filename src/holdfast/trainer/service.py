@@ -21,8 +21,9 @@ from holdfast.errors import (
 )
 from holdfast.timeouts import DEFAULTS
 from holdfast.trainer import ops
-from holdfast.trainer.core import Core, Pending
+from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Failed
+from holdfast.trainer.state import Pending
 from holdfast.trainer.upkeep import Upkeep
 from holdfast.trainer.wire import answers, references, requests
 from holdfast.trainer.wire.answers import Answer

@@ -18,11 +18,12 @@ from holdfast.errors import Retriable
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
-from holdfast.trainer.core import Core, State
+from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed
 from holdfast.trainer.records import Entry, Place, Result
 from holdfast.trainer.segments import Segments
+from holdfast.trainer.state import State
 
 __all__ = ["Upkeep"]
 

@@ -8,12 +8,14 @@ from holdfast.ledger.types import Compare, Delete
 from holdfast.sim.protocol import Protocol
 from holdfast.sim.protocols.operations.model import OperationsProtocol
 from holdfast.trainer import ops
-from holdfast.trainer.core import Core, Pending, State
+from holdfast.trainer.core import Core
+from holdfast.trainer.effects import Effect, Effects
 from holdfast.trainer.journal import Journal, Write
 from holdfast.trainer.ops import Failed, LoadWeights, Op, Outcome
 from holdfast.trainer.records import Entry, Result
-from holdfast.trainer.runner import Effect, Runner
+from holdfast.trainer.runner import Runner
 from holdfast.trainer.seams import Snapshot
+from holdfast.trainer.state import Pending, State
 from holdfast.trainer.trainer import Trainer
 
 __all__ = ["BROKEN"]
@@ -118,7 +120,7 @@ class _FailuresAgain(OperationsProtocol):
         runner_type = _Retries
 
 
-class _LoadsAgain(Runner):
+class _LoadsAgain(Effects):
     async def _load(
         self,
         state: State,
@@ -136,7 +138,8 @@ class _LoadReplayed(OperationsProtocol):
     """A replay loads saved weights again, which may have been replaced since."""
 
     class trainer(Trainer):  # noqa: N801
-        runner_type = _LoadsAgain
+        class runner_type(Runner):  # noqa: N801
+            effects_type = _LoadsAgain
 
 
 class _TrimsFirst(Runner):

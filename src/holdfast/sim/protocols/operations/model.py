@@ -46,10 +46,10 @@ from holdfast.sim.protocols.operations.toy import (
 )
 from holdfast.sim.world import Node
 from holdfast.trainer import ops
-from holdfast.trainer.core import Pending
 from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Entry, Keys, Model, Result, number_of
 from holdfast.trainer.segments import read_content
+from holdfast.trainer.state import Pending
 from holdfast.trainer.trainer import Trainer
 
 __all__ = ["Call", "OperationsProtocol", "Reply"]

@@ -1,0 +1,90 @@
+"""One line as a trainer holds it in memory, and the names that belong to it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.errors import Mistake
+from holdfast.trainer.line import Line
+from holdfast.trainer.records import Model, Sampler
+
+__all__ = ["Pending", "State", "channel_of", "check_number", "checkpoints_of", "sampler_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """There is no result yet."""
+
+    state: Literal["active", "paused_capacity", "paused_rate_limit"]
+    reason: str
+
+
+@dataclass
+class State:
+    """One line as it is in memory."""
+
+    name: str
+    line: Line
+    model: Model | None = None
+    sampler: Sampler | None = None
+    pending: "dict[int, tuple[str, str, asyncio.Task[None]]]" = field(default_factory=dict)
+    """What is being written to the journal: kind, identity, and who writes."""
+    restorable: int | None = None
+    """The checkpoint that there was when this trainer began."""
+    loaded: bool = False
+    """Whether its model is in memory."""
+    busy: bool = False
+    """Whether one of its operations is being carried out."""
+    since_s: float = 0.0
+    """Seconds of computing since the last checkpoint."""
+    since_bytes: int = 0
+    saving: "asyncio.Task[None] | None" = None
+    """The checkpoint that is being written."""
+
+    @property
+    def base(self) -> str:
+        """The base of its model."""
+        owner = self.model or self.sampler
+        assert owner is not None
+        return owner.base
+
+    @property
+    def session(self) -> str:
+        """Whose it is."""
+        owner = self.model or self.sampler
+        assert owner is not None
+        return owner.session
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is done for it."""
+        owner = self.model or self.sampler
+        return owner is None or owner.ended
+
+    @property
+    def stillborn(self) -> bool:
+        """Whether its first operation, which would have made the model, has failed."""
+        first = self.line.results.get(0)
+        return self.model is not None and first is not None and first.failed
+
+
+def sampler_name(session: str, seq: int) -> str:
+    """The name of a sampling session: the client numbers them, so a repeated request is known."""
+    return f"{session}-s{check_number(seq)}"
+
+
+def checkpoints_of(model: str) -> str:
+    """The channel of a model's checkpoints: the newest one counts. Versions are numbers."""
+    return f"{model}.state"
+
+
+def channel_of(model: str, folder: str, name: str) -> str:
+    """The channel in which something is kept under a name."""
+    return f"{model}.{'w' if folder == 'weights' else 's'}.{name}"
+
+
+def check_number(number: int) -> int:
+    """Refuse what cannot be a number of an operation."""
+    if not 0 <= number <= 2**62:
+        raise Mistake(f"operations are numbered from 0, not {number}")
+    return number
