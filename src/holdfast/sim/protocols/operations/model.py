@@ -136,8 +136,9 @@ class OperationsProtocol(Protocol):
                 await node.sleep(node.random.random() * 40)
             with contextlib.suppress(Fenced, Retriable, UnknownOutcome):
                 await self._incarnate(node, TRAINERS[name])
-            if self._healed() and self.settled():
-                return
+            if self._healed():
+                # Twins that take over from each other all the time would never get on.
+                await node.sleep(20.0 + node.random.random() * 60)
 
     async def _incarnate(self, node: Node, address: str) -> None:
         """Become the job's present incarnation, and serve until somebody else is."""
