@@ -20,7 +20,7 @@ import msgspec
 from holdfast.errors import Mistake
 from holdfast.jobs.records import Checkpoint, Keys, check_name
 from holdfast.ledger.records import put
-from holdfast.ledger.types import Compare, Put, join
+from holdfast.ledger.types import Compare, Delete, Put, join
 
 __all__ = ["EPOCH_HEADER", "JOB_HEADER", "JOB_RUN", "Fence", "Incarnation"]
 
@@ -71,6 +71,10 @@ class Incarnation:
         """The operation that tells the control plane of a checkpoint: users list it there."""
         folder = Keys(self.run).checkpoints(self.account, self.job)
         return put(folder + join(checkpoint.name)[1:], checkpoint)
+
+    def unsaved(self, name: str) -> Delete:
+        """The operation that takes word of a checkpoint back."""
+        return Delete(Keys(self.run).checkpoints(self.account, self.job) + join(name)[1:])
 
     def is_meant(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether both headers are there, once each, and say what they should."""

@@ -37,7 +37,8 @@ class App:
             name.decode("latin-1").lower(): text.decode("latin-1")
             for name, text in scope["headers"]
         }
-        request = Request(scope["method"], scope["path"], headers, body)
+        query = scope.get("query_string", b"").decode("latin-1")
+        request = Request(scope["method"], scope["path"], headers, body, query)
         await _reply(send, await self._service.answer(request))
 
     async def _read(self, receive: Receive) -> bytes | None:

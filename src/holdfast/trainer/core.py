@@ -18,11 +18,12 @@ from holdfast import faults
 from holdfast.errors import Exists, Gone, Mistake, NotFound, Unavailable
 from holdfast.ledger.records import put
 from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
 from holdfast.trainer.journal import Book, Journal, Write
 from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.paths import parse
+from holdfast.trainer.paths import STATE, parse, unparse
 from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Content, Entry, Model, Place, Result, Sampler, Save, Session
 from holdfast.trainer.seams import Compute, Vault
@@ -36,8 +37,13 @@ from holdfast.trainer.state import (
     sampler_name,
 )
 
-__all__ = ["Core"]
+__all__ = ["Core", "Tell"]
 
+Tell = Callable[[str, Save, str | None], Sequence[Write]]
+"""What to record elsewhere of a save: its path, its record and its hash; None: it is deleted."""
+
+MAX_AHEAD = 16_384
+"""How far a number may be ahead: what is missing in between is given up one by one."""
 ARRIVED = faults.declare("trainer.journal.before", "an operation has come, not in the journal")
 JOURNALED = faults.declare("trainer.journal.after", "in the journal, nobody has the promise")
 
@@ -54,10 +60,12 @@ class Core:
         vault: Vault,
         policy: Policy,
         wall: Callable[[], float],
-        tell: Callable[[str, Save, str], Sequence[Write]] = lambda *_: (),
+        tell: Tell = lambda *_: (),
+        owner: str = "",
     ) -> None:
-        """`tell(path, save, hash)`: what to record elsewhere when something is saved."""
+        """`tell`: what to record elsewhere when something is saved or deleted; see `Tell`."""
         self.tell = tell
+        self.owner = owner
         self.runtime = runtime
         self.journal = journal
         self.keys = journal.keys
@@ -158,7 +166,7 @@ class Core:
         name = f"{session}-{check_number(seq)}"
         base, lora = op.base, op.lora
         if op.load is not None:
-            save = self.find_save(op.load.path)
+            _, save = self.find_save(op.load.path)
             base, lora = op.base or save.base, save.lora
         model = Model(session=session, base=base, lora=lora, created_at=self.wall())
         state = self.lines.get(name)
@@ -195,7 +203,7 @@ class Core:
             return name
         sampler = Sampler(session=session, base=base)
         if path:
-            save = self.find_save(path)
+            _, save = self.find_save(path)
             sampler = Sampler(
                 session=session,
                 base=save.base,
@@ -243,13 +251,19 @@ class Core:
         self.seen[state.session] = self.runtime.now()
         return state
 
-    def find_save(self, path: str) -> Save:
-        """What was saved there."""
-        key = parse(path)
-        save = self.saves.get(key)
-        if save is None:
+    def find_save(self, path: str, model: str = "") -> tuple[tuple[str, str, str], Save]:
+        """What was saved there, and where that is.
+
+        Fireworks' client gives a name alone: it means this model's, or else the newest of it.
+        """
+        if "://" in path:
+            wheres = [parse(path)]
+        else:
+            wheres = [one for one in self.saves if one[1:] == (STATE, path)]
+            wheres.sort(key=lambda one: (one[0] == model, self.saves[one].created_at))
+        if not wheres or wheres[-1] not in self.saves:
             raise NotFound(f"nothing was saved as {path[:200]}")
-        return save
+        return wheres[-1], self.saves[wheres[-1]]
 
     async def unload(self, name: str, op: ops.Unload) -> str:
         """Promise to forget a model. It has no number of its own: it is the last one."""
@@ -268,6 +282,18 @@ class Core:
                     return f"{name}:{number}"
             used = (state.line.done, *state.line.entries, *state.pending)
             return await self.submit(name, max(used) + 1, op)
+
+    async def delete_save(self, where: tuple[str, str, str]) -> None:
+        """Delete what was saved. Its name may be used again."""
+        async with self._sure():
+            save = self.saves.get(where)
+            if save is None:
+                raise NotFound(f"nothing was saved as {unparse(*where)[:200]}")
+            del self.saves[where]
+            told = self.tell(unparse(*where), save, None)
+            await self.journal.write(Delete(self.keys.save(*where)), *told)
+            # From here on nobody finds it: what is left of it are files.
+            await self.vault.drop(channel_of(*where))
 
     # ---- operations ------------------------------------------------------------
 
@@ -308,6 +334,11 @@ class Core:
             raise Gone(f"operation {number} of {name} was carried out long ago")
         if arrival is Arrival.NEW:
             self.find(name)
+            if state.line.ordered and number > state.line.done + MAX_AHEAD:
+                raise Mistake(
+                    f"number {number} of {name} is far ahead of {state.line.done}, which was "
+                    f"carried out last: numbers follow each other (at most {MAX_AHEAD} ahead)"
+                )
             if state.line.waiting() + len(state.pending) >= self.policy.max_waiting:
                 error = Unavailable(f"{name} has {state.line.waiting()} operations waiting")
                 error.retry_after_s = 1.0

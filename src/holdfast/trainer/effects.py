@@ -16,7 +16,7 @@ from holdfast.trainer import ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.paths import SAMPLER, STATE, parse, unparse
+from holdfast.trainer.paths import SAMPLER, STATE, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.seams import Kept
 from holdfast.trainer.state import State, channel_of, checkpoints_of
@@ -136,14 +136,11 @@ class Effects:
         self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
     ) -> Effect:
         core = self._core
-        save = core.find_save(op.path)
-        model, folder, name = parse(op.path)
+        where, save = core.find_save(op.path, state.name)
         if op.optimizer and not save.optimizer:
             raise Mistake(f"{op.path} has no optimizer state: load it without")
         try:
-            kept = await self.patient(
-                lambda: core.vault.load(channel_of(model, folder, name), save.version)
-            )
+            kept = await self.patient(lambda: core.vault.load(channel_of(*where), save.version))
         except (Gone, NotFound) as error:
             raise Mistake(f"{op.path} is no longer there: {error}") from error
         await core.compute.load(state.name, kept, optimizer=op.optimizer)

@@ -7,7 +7,7 @@ numbers, or a sampling session, whose operations are carried out as they come.
   promise; another operation under the number is refused.
 - A number that is missing while later ones are there holds these up. It is given up (a
   tombstone is written under it) when it has been missing for longer than any client tries
-  to send it; whoever comes with it afterwards is told so.
+  to send it, restarts of the trainer notwithstanding; whoever comes with it afterwards is told so.
 - Numbers up to `trimmed` were carried out long ago: they are duplicates by their number alone.
 """
 
@@ -110,8 +110,13 @@ class Line:
             return len(self.entries)
         return len(self.entries) - max(0, min(self.done - self.trimmed, len(self.entries)))
 
-    def missing(self, now: float, patience_s: float) -> int | None:
-        """The number to be given up now, if any. Call it from time to time."""
+    def missing(self, now: float, patience_s: float, wall: float) -> int | None:
+        """The number to be given up now, if any. Call it from time to time.
+
+        It must have been missing for `patience_s`, by the clock on the wall since the first
+        operation that waits for it came, and a quarter of that under our eyes: whoever still
+        tries to send it has come by then.
+        """
         wanted = self.done + 1
         if not self.ordered or wanted in self.entries or not self.waiting():
             self.gap = None
@@ -119,7 +124,11 @@ class Line:
         if self.gap != wanted:
             self.gap, self.gap_since = wanted, now
             return None
-        return wanted if now - self.gap_since >= patience_s else None
+        here_s = now - self.gap_since
+        if here_s < patience_s / 4:
+            return None
+        first = min(entry.at for number, entry in self.entries.items() if number > wanted)
+        return wanted if here_s >= patience_s or wall - first >= patience_s else None
 
     def trim(self, number: int) -> list[int]:
         """Entries up to this number are no longer kept; returns which those were."""

@@ -68,11 +68,14 @@ class Life:
             wall=time.time,
             policy=_policy(policy or {}),
             tell=self._told,
+            owner=who.account,
         )
 
-    def _told(self, path: str, save: Save, content: str) -> list[Write]:
+    def _told(self, path: str, save: Save, content: str | None) -> list[Write]:
         """What the control plane is told of saved weights: users list it there."""
         model, folder, name = parse(path)
+        if content is None:
+            return [self._who.unsaved(f"{model}.{folder}.{name}")]
         kind = "training" if folder == STATE else "sampler"
         checkpoint = Checkpoint(
             name=f"{model}.{folder}.{name}",

@@ -9,6 +9,7 @@ its number up; what is wrong with a request that has no number is a 4xx at once.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import parse_qsl
 
 from holdfast import events
 from holdfast.errors import (
@@ -20,9 +21,10 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.timeouts import DEFAULTS
-from holdfast.trainer import ops
+from holdfast.trainer import listing, ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Failed
+from holdfast.trainer.paths import STATE
 from holdfast.trainer.state import Pending
 from holdfast.trainer.upkeep import Upkeep
 from holdfast.trainer.wire import answers, references, requests
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Bases", "Request", "Service"]
 
 PREFIX = "/api/v1/"
+_MAX_QUERY = 4096
 
 
 class Refused(events.Event, frozen=True, tag="trainer.refused"):
@@ -63,9 +66,17 @@ class Bases(Protocol):
 class Request:
     """One request."""
 
-    def __init__(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> None:
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        query: str = "",
+    ) -> None:
         self.method = method
         self.path = path
+        self.query = dict(parse_qsl(query[:_MAX_QUERY]))
         self.headers = headers
         self.raw = body
 
@@ -143,10 +154,12 @@ class Service:
             raise NotFound(f"there is nothing at {request.path[:80]}: paths begin with {PREFIX}")
         name = request.path.removeprefix(PREFIX).rstrip("/")
         if request.method == "GET":
-            return await self._look(name)
+            return await self._look(name, request.query)
+        if request.method == "DELETE":
+            return await self._delete(name)
         if request.method != "POST":
             text = f"{request.method} is not known here"
-            return answers.problem(405, "method", text, allow="GET, POST")
+            return answers.problem(405, "method", text, allow="GET, POST, DELETE")
         if name.startswith("sessions/") and name.endswith("/finish"):
             await self._upkeep.end_session(name.split("/")[1])
             return answers.plain({})
@@ -168,7 +181,8 @@ class Service:
 
     # ---- looking ---------------------------------------------------------------
 
-    async def _look(self, name: str) -> Answer:
+    async def _look(self, name: str, query: Mapping[str, str]) -> Answer:
+        core = self._core
         match name.split("/"):
             case ["healthz"]:
                 if self._core.journal.failure is not None:
@@ -181,6 +195,40 @@ class Service:
                 if state.sampler is None:
                     raise NotFound(f"{sampler[:80]} is not a sampling session")
                 return answers.sampler_info(sampler, state.base, None)
+            case ["training_runs"]:
+                models = [state for state in core.lines.values() if state.model]
+                shown, cursor = listing.page(models, query)
+                runs = [listing.training_run(one, core.saves, core.owner) for one in shown]
+                return answers.plain({"training_runs": runs, "cursor": cursor})
+            case ["training_runs", model]:
+                state = core.find_any(model)
+                if state.model is None:
+                    raise NotFound(f"{model[:80]} is not a model")
+                return answers.plain(listing.training_run(state, core.saves, core.owner))
+            case ["training_runs", model, "checkpoints"]:
+                core.find_any(model)
+                return answers.plain({"checkpoints": listing.checkpoints(core.saves, model)})
+            case ["list_checkpoints"]:  # Fireworks' client
+                names = {name for _, folder, name in core.saves if folder == STATE}
+                return answers.plain({"checkpoints": sorted(names)})
+            case ["checkpoints"]:
+                shown, cursor = listing.page(listing.checkpoints(core.saves), query)
+                return answers.plain({"checkpoints": shown, "cursor": cursor})
+            case ["sessions"]:
+                living = [name for name, one in core.sessions.items() if not one.ended]
+                return answers.plain({"sessions": listing.page(living, query)[0]})
+            case ["sessions", session]:
+                if session not in core.sessions:
+                    raise NotFound(f"there is no session {session[:80]!r}")
+                return answers.plain(listing.session(session, core.lines.values()))
+            case _:
+                raise NotFound(f"there is no {name[:80]}")
+
+    async def _delete(self, name: str) -> Answer:
+        match name.split("/"):
+            case ["training_runs", model, "checkpoints", folder, saved]:
+                await self._core.delete_save((model, folder, saved))
+                return answers.plain({})
             case _:
                 raise NotFound(f"there is no {name[:80]}")
 
@@ -279,7 +327,7 @@ class Service:
         return await self._submit(ask)
 
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
-        save = self._core.find_save(requests.weights_info(body))
+        _, save = self._core.find_save(requests.weights_info(body))
         lora = save.lora
         trained = (
             {}

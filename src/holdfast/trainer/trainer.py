@@ -13,10 +13,10 @@ from typing import ClassVar
 from holdfast.errors import HoldfastError, Retriable
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
-from holdfast.trainer.core import Core
-from holdfast.trainer.journal import Journal, Write
+from holdfast.trainer.core import Core, Tell
+from holdfast.trainer.journal import Journal
 from holdfast.trainer.policy import Policy
-from holdfast.trainer.records import Keys, Save
+from holdfast.trainer.records import Keys
 from holdfast.trainer.runner import Runner
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments
@@ -44,7 +44,8 @@ class Trainer:
         vault: Callable[[Journal], Vault],
         wall: Callable[[], float],
         policy: Policy | None = None,
-        tell: Callable[[str, Save, str], Sequence[Write]] = lambda *_: (),
+        tell: Tell = lambda *_: (),
+        owner: str = "",
     ) -> None:
         self._runtime = runtime
         self._policy = policy or Policy()
@@ -53,6 +54,7 @@ class Trainer:
         self._vault = vault
         self._wall = wall
         self._tell = tell
+        self._owner = owner
         self.journal = self.journal_type(runtime, keys, guards)
         self.core: Core
         self.runner: Runner
@@ -72,6 +74,7 @@ class Trainer:
             self._policy,
             self._wall,
             self._tell,
+            self._owner,
         )
         await self.core.open(book)
         # Ledger and vault were read one after the other: still by the one who acts for the job?

@@ -4,6 +4,7 @@
   what waited behind it is carried out.
 - Operations that were promised and can no longer be carried out, because their model was
   unloaded or its session has ended, fail: nobody waits for them for ever.
+- What was saved for a limited time is deleted when that is over.
 - Results are kept until their session ends, or until they are old and many newer ones are
   there: that a result was sent once does not mean that it was received.
 """
@@ -65,13 +66,20 @@ class Upkeep:
         for name, session in list(core.sessions.items()):
             if not session.ended and now - core.seen.get(name, now) > core.policy.session_s:
                 await self.end_session(name)
+        for where, save in list(core.saves.items()):
+            if save.expires_at and core.wall() > save.expires_at:
+                await core.delete_save(where)
         for state in list(core.lines.values()):
             if state.ended:
                 await self._retire(state)
                 continue
-            missing = state.line.missing(now, core.policy.gap_s)
-            if missing is not None and missing not in state.pending:
+            missing = state.line.missing(now, core.policy.gap_s, core.wall())
+            while missing is not None and missing not in (*state.line.entries, *state.pending):
+                # Those that are missing right behind it have been missing as long.
                 await self._skip(state, missing)
+                missing += 1
+                if missing > max(state.line.entries):
+                    break
             await self._forget(state)
 
     async def _skip(self, state: State, number: int) -> None:

@@ -1,0 +1,137 @@
+"""Whole training loops with the real clients: they learn, full and with adapters."""
+
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from trainer.house import House
+from trainer.sdk.programs import run
+
+REINFORCED = """
+client = lora(seed=1, rank=8)
+prompt, wanted, length = [1, *encode("go:")], encode("a")[0], 6
+for number in range(12):
+    sampler = client.save_weights_and_get_sampling_client()
+    found = sampler.sample(
+        prompt=types.ModelInput.from_ints(prompt), num_samples=16,
+        sampling_params=types.SamplingParams(max_tokens=length, seed=number, stop=[])).result()
+    rewards = [sum(token == wanted for token in one.tokens) / length for one in found.sequences]
+    usual = sum(rewards) / len(rewards)
+    data = []
+    for one, reward in zip(found.sequences, rewards):
+        ids = [*prompt, *one.tokens]
+        before = [0.0] * (len(prompt) - 1)
+        data.append(types.Datum(
+            model_input=types.ModelInput.from_ints(ids[:-1]),
+            loss_fn_inputs={
+                "target_tokens": ids[1:], "logprobs": [*before, *one.logprobs],
+                "advantages": [*before, *[reward - usual] * length]}))
+    first = client.forward_backward(data, "importance_sampling")
+    second = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    say(reward=usual, loss=first.result().metrics["loss:sum"])
+    second.result()
+"""
+
+
+def test_reinforcement_learns(there: House) -> None:
+    """Sample, reward, importance_sampling, step, publish: from chance to nearly always."""
+    rewards = [one["reward"] for one in run(there, REINFORCED)]
+    assert mean(rewards[:3]) < 0.1, rewards
+    assert mean(rewards[-3:]) > 0.8, rewards
+
+
+FIREWORKS = """
+from fireworks.training.sdk import FiretitanServiceClient
+from fireworks.training.sdk import types as fire
+fireworks = FiretitanServiceClient(
+    base_url=os.environ["HOUSE_URL"], api_key=os.environ["HOUSE_KEY"])
+def burning(text):
+    ids = [1, *encode(text), END]
+    count = len(ids) - 1
+    return fire.Datum(
+        model_input=fire.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={
+            "target_tokens": fire.TensorData(data=ids[1:], dtype="int64", shape=[count]),
+            "weights": fire.TensorData(data=[1.0] * count, dtype="float32", shape=[count])})
+def burn(client, *texts, rate=3e-3):
+    first = client.forward_backward([burning(text) for text in texts], "cross_entropy")
+    second = client.optim_step(fire.AdamParams(learning_rate=rate))
+    return first.result().metrics["loss:sum"], second.result().metrics["grad_norm:mean"]
+"""
+SUPERVISED = """
+client = fireworks.create_training_client(base_model=BASE, lora_rank=GIVEN)
+told = [burn(client, "hello", "world") for _ in range(20)]
+last = client.forward([burning("hello"), burning("world")], "cross_entropy").result()
+saved = client.save_weights_for_sampler("name").result().path
+twin = lora(rank=GIVEN, seed=0)
+same = [step(twin, "hello", "world", rate=3e-3) for _ in range(20)]
+sampler = service.create_sampling_client(model_path=saved)
+found = sampler.sample(
+    prompt=types.ModelInput.from_ints([1, *encode("he")]), num_samples=1,
+    sampling_params=types.SamplingParams(max_tokens=8, temperature=0.0)).result()
+say(told=told, same=same, last=last.metrics["loss:sum"],
+    text=decode(found.sequences[0].tokens), state=client.save_state("state").result().path)
+client.unload_model().result()
+"""
+
+
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, id="full"), pytest.param(8, id="lora", marks=pytest.mark.long)]
+)
+def test_fireworks_client_learns(there: House, rank: int) -> None:
+    """The Fireworks client trains all weights and adapters, with the numbers that Tinker's has;
+    what it published is sampled from.
+    """
+    (said,) = run(there, FIREWORKS + SUPERVISED, rank)
+    losses = [loss for loss, _ in said["told"]]
+    assert losses[-1] < losses[0] / 4, losses
+    assert said["last"] < losses[0] / 4
+    assert said["told"] == said["same"], "the two clients' numbers differ"
+    assert said["state"].endswith("/weights/state")
+    if rank == 0:
+        assert said["text"] == "llo"
+
+
+RESUMED = """
+client = fireworks.create_training_client(base_model=BASE, lora_rank=4)
+burn(client, "hello")
+client.save_state("mine").result()
+attempt("load", lambda: client.load_state_with_optimizer("mine").result())
+say(listed=client.list_checkpoints())
+"""
+
+
+def test_fireworks_client_goes_on_from_a_name(there: House) -> None:
+    """`load_state_with_optimizer("mine")`: the name under which this model was saved."""
+    told, listed = run(there, FIREWORKS + RESUMED)
+    assert told["error"] is None, told
+    assert "mine" in listed["listed"]
+
+
+CHUNKED = """
+config = service.holder._client_config
+service.holder._client_config = config.model_copy(
+    update={"fwdbwd_max_chunk_len": 2, "proto_compress_fwdbwd": GIVEN["zstd"]})
+texts = ["one", "two", "three", "four", "five"]
+client = lora()
+say(told=[step(client, *texts) for _ in range(3)], parallel=config.parallel_fwdbwd_chunks)
+"""
+
+
+@pytest.mark.long
+def test_a_batch_in_pieces(there: House) -> None:
+    """A batch that the client cuts into chunks, sent at once and the first one last, and
+    compressed: the same losses as in one piece, and the steps behind them wait.
+    """
+    pieces = run(there, CHUNKED, {"zstd": True})[0]
+    assert pieces["parallel"], "the client sends chunks one after the other: say so in PEERS"
+    (whole,) = run(there, WHOLE)
+    flat: list[Any] = [number for pair in pieces["told"] for number in pair]
+    assert flat == pytest.approx([number for pair in whole["told"] for number in pair], rel=1e-4)
+
+
+WHOLE = """
+client = lora()
+say(told=[step(client, "one", "two", "three", "four", "five") for _ in range(3)])
+"""

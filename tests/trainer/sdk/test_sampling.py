@@ -1,0 +1,238 @@
+"""Sampling through the client: the same weights, the same numbers, whatever is asked for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.house import House
+from trainer.sdk.programs import run
+
+TOOLS = """
+def ask(sampler, prompt, n=1, **params):
+    extra = {name: params.pop(name) for name in list(params) if "logprobs" in name}
+    return sampler.sample(
+        prompt=types.ModelInput.from_ints(prompt), num_samples=n,
+        sampling_params=types.SamplingParams(**params), **extra).result()
+def rows(found):
+    return [[list(one.tokens), list(one.logprobs), one.stop_reason] for one in found.sequences]
+PROMPT = [1, *encode("begin:")]
+base = service.create_sampling_client(base_model=BASE)
+"""
+
+SCORED = """
+client = lora()
+for _ in range(8):
+    step(client, "begin:abcabc", rate=1e-2)
+sampler = client.save_weights_and_get_sampling_client()
+found = ask(sampler, PROMPT, n=3, max_tokens=10, seed=5, stop=[], include_prompt_logprobs=True)
+for one in found.sequences:
+    ids = [*PROMPT, *one.tokens]
+    scored = client.forward([types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:]})], "cross_entropy").result()
+    known = scored.loss_fn_outputs[0]["logprobs"].tolist()
+    say(sampled=[*found.prompt_logprobs[1:], *one.logprobs], scored=known,
+        first=found.prompt_logprobs[0], alone=sampler.compute_logprobs(
+            types.ModelInput.from_ints(PROMPT)).result())
+"""
+
+
+def test_what_is_sampled_is_scored_the_same(there: House) -> None:
+    """The log probabilities of sample and of the prompt are those that forward gives: 1e-4."""
+    for one in run(there, TOOLS + SCORED):
+        assert one["first"] is None
+        np.testing.assert_allclose(one["sampled"], one["scored"], atol=1e-4, rtol=0)
+        assert one["alone"][0] is None
+        np.testing.assert_allclose(one["alone"][1:], one["scored"][:6], atol=1e-4, rtol=0)
+
+
+DRAWN = """
+say(greedy=[rows(ask(base, PROMPT, n=2, max_tokens=8, temperature=0.0)) for _ in range(2)],
+    top_1=rows(ask(base, PROMPT, n=2, max_tokens=8, top_k=1, stop=[])),
+    seeded=[rows(ask(base, PROMPT, n=4, max_tokens=8, seed=11, stop=[])) for _ in range(2)],
+    other_seed=rows(ask(base, PROMPT, n=4, max_tokens=8, seed=12, stop=[])),
+    unseeded=[rows(ask(base, PROMPT, n=4, max_tokens=8, stop=[])) for _ in range(2)],
+    nucleus=rows(ask(base, PROMPT, n=64, max_tokens=1, seed=1, top_p=0.05, stop=[])),
+    few=rows(ask(base, PROMPT, n=64, max_tokens=1, seed=1, top_k=3, stop=[])),
+    both=rows(ask(base, PROMPT, n=64, max_tokens=1, seed=1, top_k=3, top_p=0.4, stop=[])),
+    hot=rows(ask(base, PROMPT, n=64, max_tokens=1, seed=1, temperature=100.0, stop=[])))
+likely = ask(base, PROMPT, n=1, max_tokens=3, temperature=0.0, stop=[], topk_sample_logprobs=5,
+             topk_prompt_logprobs=4, include_prompt_logprobs=True)
+last = ask(base, PROMPT, max_tokens=1, include_prompt_logprobs=True, prompt_logprobs_last_n=2)
+say(rows=rows(likely), topk=likely.sequences[0].topk_logprobs,
+    prompt=likely.topk_prompt_logprobs, prompt_logprobs=likely.prompt_logprobs,
+    last=last.prompt_logprobs)
+room = ask(base, [1] * 509, stop=[])
+say(lengths=[len(row[0]) for row in rows(room)], reasons=[row[2] for row in rows(room)],
+    ids=[one.sequence_id for one in ask(base, PROMPT, n=5, max_tokens=1).sequences])
+"""
+
+
+@pytest.fixture(scope="module")
+def drawn(there: House) -> list[dict[str, Any]]:
+    """Many samples of the base."""
+    return run(there, TOOLS + DRAWN)
+
+
+def tokens(rows: list[Any]) -> list[list[int]]:
+    return [row[0] for row in rows]
+
+
+def test_the_same_is_drawn_again(drawn: list[dict[str, Any]]) -> None:
+    """Greedy and seeded samples repeat bit for bit; samples differ from each other otherwise."""
+    said = drawn[0]
+    assert said["greedy"][0] == said["greedy"][1]
+    assert said["greedy"][0][0] == said["greedy"][0][1], "two greedy samples of one request"
+    assert tokens(said["top_1"])[0][: len(said["greedy"][0][0][0])] == said["greedy"][0][0][0]
+    assert said["seeded"][0] == said["seeded"][1]
+    assert len(set(map(tuple, tokens(said["seeded"][0])))) == 4
+    assert said["other_seed"] != said["seeded"][0]
+    assert said["unseeded"][0] != said["unseeded"][1]
+
+
+def test_how_many_and_how_long(drawn: list[dict[str, Any]]) -> None:
+    """num_samples sequences of max_tokens; without max_tokens the context is filled."""
+    said, _, room = drawn
+    assert len(said["seeded"][0]) == 4
+    for ids, logprobs, reason in said["seeded"][0]:
+        assert (len(ids), len(logprobs), reason) == (8, 8, "length")
+    assert room["lengths"] == [3]
+    assert room["reasons"] == ["length"]
+    assert len(set(room["ids"])) == 5
+
+
+def test_only_the_likeliest_are_drawn(drawn: list[dict[str, Any]]) -> None:
+    """top_k and top_p: never anything else than the likeliest, of those more than one."""
+    said, likely, _ = drawn
+    best = [token for token, _ in likely["topk"][0]]
+    assert {ids[0] for ids in tokens(said["few"])} == set(best[:3])
+    nucleus = {ids[0] for ids in tokens(said["nucleus"])}
+    chances = np.cumsum(np.exp([value for _, value in likely["topk"][0]]))
+    count = int(np.searchsorted(chances, 0.05)) + 1
+    assert 2 <= count <= 5, "the base has changed: choose another top_p"
+    assert nucleus == set(best[:count])
+    assert {ids[0] for ids in tokens(said["both"])} == set(best[:2])
+    assert len({ids[0] for ids in tokens(said["hot"])}) > 30
+
+
+def test_the_likeliest_tokens_are_told(drawn: list[dict[str, Any]]) -> None:
+    """topk: in order, with the log probabilities of the samples; also along the prompt."""
+    said = drawn[1]
+    (ids, logprobs, _), topk = said["rows"][0], said["topk"]
+    assert [len(place) for place in topk] == [5, 5, 5]
+    for token, logprob, place in zip(ids, logprobs, topk, strict=True):
+        assert place[0][0] == token
+        assert place[0][1] == pytest.approx(logprob, abs=1e-5)
+        values = [value for _, value in place]
+        assert values == sorted(values, reverse=True)
+    prompt = said["prompt"]
+    assert len(prompt) == len(said["prompt_logprobs"]) == 7
+    assert said["prompt_logprobs"][0] is None
+    assert not [pair for pair in prompt[0] or [] if pair[1] > -1000]
+    assert all(len(place) == 4 for place in prompt[1:])
+    assert said["last"][:5] == [None] * 5
+    np.testing.assert_allclose(said["last"][5:], said["prompt_logprobs"][5:], atol=1e-5)
+
+
+STOPPED = """
+client = lora(rank=0)
+for _ in range(22):
+    step(client, "begin:abcde", rate=3e-3)
+sampler = client.save_weights_and_get_sampling_client()
+def text(**params):
+    (one,) = ask(sampler, PROMPT, max_tokens=20, temperature=0.0, **params).sequences
+    return [decode(one.tokens), one.tokens[-1] == END, one.stop_reason]
+say(end=text(), string=text(stop="bc"), strings=text(stop=["zzz", "cd"]),
+    tokens=text(stop=encode("c")), nothing=text(stop=[]), never=text(stop=["zzz"]),
+    prompt=text(stop=["begin"]), only_token=text(stop=[END]))
+"""
+
+
+def test_what_stops(there: House) -> None:
+    """End of text unless told otherwise; a stop string may span tokens, and is kept."""
+    (said,) = run(there, TOOLS + STOPPED)
+    assert said["end"] == ["abcde", True, "stop"]
+    assert said["only_token"] == said["end"]
+    assert said["string"] == ["abc", False, "stop"]
+    assert said["strings"] == ["abcd", False, "stop"]
+    assert said["tokens"] == ["abc", False, "stop"]
+    for name in ("nothing", "never", "prompt"):
+        assert said[name][0].startswith("abcde")
+        assert said[name][2] == "length", name
+
+
+VERSIONS = """
+client = lora()
+def best(sampler):
+    return rows(ask(sampler, PROMPT, max_tokens=6, temperature=0.0, stop=[]))
+unnamed, named, at_once = [], [], []
+for text in ("aaa", "bbb", "ccc"):
+    for _ in range(3):
+        step(client, "begin:" + text, rate=1e-2)
+    unnamed.append(client.save_weights_and_get_sampling_client())
+    at_once.append(best(unnamed[-1]))
+    named.append(published(client, text))
+state = client.save_state("state").result().path
+paths = [service.create_sampling_client(model_path=path) for path in named]
+futures = [
+    sampler.sample(prompt=types.ModelInput.from_ints(PROMPT), num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=6, temperature=0.0, stop=[]))
+    for sampler in [*unnamed, *paths] * 3]
+say(at_once=at_once, mixed=[rows(future.result()) for future in futures],
+    state=best(service.create_sampling_client(model_path=state)),
+    base=[best(base), best(service.create_sampling_client(base_model=BASE))],
+    about=[base.get_base_model(), paths[0].get_base_model()])
+"""
+
+
+def test_versions_are_sampled_side_by_side(there: House) -> None:
+    """A sampling client keeps its version while the model goes on; by name, too, and by state."""
+    (said,) = run(there, TOOLS + VERSIONS)
+    assert len({str(one) for one in said["at_once"]}) == 3
+    assert said["mixed"] == [*said["at_once"], *said["at_once"]] * 3
+    assert said["state"] == said["at_once"][-1]
+    assert said["base"][0] == said["base"][1]
+    assert said["base"][0] not in said["at_once"]
+    assert said["about"] == ["holdfast/tiny", "holdfast/tiny"]
+
+
+MANY = """
+client = lora()
+old = client.save_weights_and_get_sampling_client()
+first = rows(ask(old, PROMPT, max_tokens=4, temperature=0.0, stop=[]))
+others = []
+for number in range(10):
+    step(client, "begin:" + chr(97 + number), rate=1e-2)
+    others.append(client.save_weights_and_get_sampling_client())
+told = [rows(ask(one, PROMPT, max_tokens=4, temperature=0.0, stop=[])) for one in others]
+again = [rows(ask(one, PROMPT, max_tokens=4, temperature=0.0, stop=[])) for one in others]
+say(first=first, later=rows(ask(old, PROMPT, max_tokens=4, temperature=0.0, stop=[])),
+    told=told, again=again)
+"""
+
+
+@pytest.mark.long
+def test_more_versions_than_fit_into_memory(there: House) -> None:
+    """Eleven samplers, eight at a time in memory: those that had to go come back as they were."""
+    (said,) = run(there, TOOLS + MANY)
+    assert said["later"] == said["first"]
+    assert said["again"] == said["told"]
+
+
+LARGE = """
+found = ask(base, PROMPT, n=64, max_tokens=120, seed=3, stop=[], topk_sample_logprobs=20)
+say(lengths=[len(one.tokens) for one in found.sequences],
+    shapes=[list(one.topk_logprobs_np.logprobs.shape) for one in found.sequences],
+    best=all(max(pair[1] for pair in place) == place[0][1]
+        for one in found.sequences for place in one.topk_logprobs))
+"""
+
+
+@pytest.mark.long
+def test_a_large_result_comes_whole(there: House) -> None:
+    """More than a megabyte: announced first, then fetched."""
+    (said,) = run(there, TOOLS + LARGE)
+    assert said["lengths"] == [120] * 64
+    assert said["shapes"] == [[120, 20]] * 64
+    assert said["best"]
