@@ -25,7 +25,17 @@ from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import STATE, parse, unparse
 from holdfast.trainer.policy import Policy
-from holdfast.trainer.records import Content, Entry, Model, Place, Result, Sampler, Save, Session
+from holdfast.trainer.records import (
+    Content,
+    Entry,
+    Model,
+    Place,
+    Result,
+    Sampler,
+    Save,
+    Session,
+    check_name,
+)
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments, content_of, read_content
 from holdfast.trainer.state import (
@@ -259,6 +269,7 @@ class Core:
         if "://" in path:
             wheres = [parse(path)]
         else:
+            check_name("save", path)
             wheres = [one for one in self.saves if one[1:] == (STATE, path)]
             wheres.sort(key=lambda one: (one[0] == model, self.saves[one].created_at))
         if not wheres or wheres[-1] not in self.saves:
