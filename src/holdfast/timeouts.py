@@ -122,6 +122,12 @@ RULES: tuple[Rule, ...] = (
         "etcd silently lengthens a shorter lease, and a dead host's trainers count for longer",
     ),
     Rule(
+        "sdk_submit_s",
+        "<",
+        "trainer_gap_s",
+        "a number that a client still tries to send must not be given up",
+    ),
+    Rule(
         "poll_hold_s",
         "<",
         "sdk_poll_s",
@@ -196,6 +202,12 @@ class Timeouts(BaseModel):
     )
     poll_hold_s: float = _seconds(20.0, "How long a gateway holds a poll that has no answer yet.")
     sdk_poll_s: float = _seconds(45.0, "How long the public SDKs wait for the answer to a poll.")
+    sdk_submit_s: float = _seconds(
+        300.0, "How long the public SDKs try to send an operation, all tries together."
+    )
+    trainer_gap_s: float = _seconds(
+        600.0, "How long a missing number holds up later operations before it is given up."
+    )
     member_lease_s: float = _seconds(
         10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
     )

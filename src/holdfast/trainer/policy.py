@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from holdfast.timeouts import DEFAULTS
+
 __all__ = ["Policy"]
 
 
@@ -11,7 +13,7 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gap_s: float = Field(
-        default=600.0,
+        default=DEFAULTS.trainer_gap_s,
         gt=0,
         description="How long a missing number holds up later ones before it is given up; "
         "longer than clients try to send one (5 minutes).",
