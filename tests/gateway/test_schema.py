@@ -26,6 +26,7 @@ def _run(folder: Path, examples: int) -> None:
         assert service.ask("GET", service.jobs("there")).status == 200
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_what_is_described_is_what_happens(tmp_path: Path) -> None:
     _run(tmp_path, 10)

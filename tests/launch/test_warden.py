@@ -172,6 +172,7 @@ async def test_a_warden_that_does_not_answer_is_given_up() -> None:
     await warden.close()
 
 
+@pytest.mark.long
 async def test_many_workers_are_guarded(tmp_path: Path) -> None:
     """More than fit one message."""
     warden = Warden()

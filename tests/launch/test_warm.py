@@ -147,6 +147,7 @@ main()
 """
 
 
+@pytest.mark.long
 async def test_a_warm_start_with_torch_takes_a_fraction(tmp_path: Path) -> None:
     """Order to first all-reduce: well under a third of a cold start; `record` works in it."""
     spec = make_spec(
@@ -179,6 +180,7 @@ async def test_a_warm_start_with_torch_takes_a_fraction(tmp_path: Path) -> None:
     assert took_s[pool] < took_s[None] / 3
 
 
+@pytest.mark.long
 def test_importing_torch_reads_nothing_of_a_seat() -> None:
     """The rule for starting early rests on this: no variable of a seat counts at import."""
     code = f"""

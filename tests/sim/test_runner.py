@@ -105,6 +105,7 @@ def test_a_fault_that_never_fired_is_found() -> None:
     assert table.never_fired() == []
 
 
+@pytest.mark.long
 def test_every_fault_fires_at_every_kind_of_step() -> None:
     """300 schedules are enough for each fault to meet each kind of step."""
     for summary in search(protocols.find("election"), range(300)):

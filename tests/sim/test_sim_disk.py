@@ -420,6 +420,7 @@ class _InPlace(_Publish):
             await node.ledger.txn([absent(key)], [Put(key, word.encode())])
 
 
+@pytest.mark.long
 def test_a_protocol_that_syncs_holds_and_every_fault_meets_every_step() -> None:
     """300 schedules are enough for each fault to meet each kind of step, the disk's too."""
     for summary in search(_Publish, range(300)):

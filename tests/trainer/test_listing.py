@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from trainer.house import house
 
 PROGRAM = """
@@ -29,6 +31,7 @@ say(loss=again.forward([datum("hello")], "cross_entropy").result().metrics["loss
 """
 
 
+@pytest.mark.long
 def test_runs_and_checkpoints_are_listed_and_deleted(tmp_path: Path) -> None:
     """A deleted checkpoint is gone from the list, and its name may be used again."""
     with house(tmp_path) as there:

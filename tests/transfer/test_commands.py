@@ -32,6 +32,7 @@ def url() -> Iterator[str]:
     remove(name)
 
 
+@pytest.mark.long
 def test_a_store_is_shown(url: str) -> None:
     """Counts, keys, values of every kind; and what is not there, or damaged, by its exit code."""
     with transfer.connect(url) as store:

@@ -145,6 +145,7 @@ def test_a_dead_holder_takes_its_values_with_it(
         assert isinstance(caught.value.failures["k1"], NoRoom | UnknownOutcome)
 
 
+@pytest.mark.long
 def test_a_dead_master_is_unavailable(own: tuple[MooncakeServer, MooncakeHolder]) -> None:
     """Nothing that is there is called missing."""
     master, _ = own

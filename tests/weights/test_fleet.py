@@ -522,6 +522,7 @@ async def _storm(folder: Path, seed: int, mix: int, plan: list[dict[int, str]]) 
         return home
 
 
+@pytest.mark.long
 async def test_under_load(tmp_path: Path) -> None:
     """Three replicas under load while versions roll; one is killed, one is stopped beyond its
     lease, one cannot load a version: every answer is by an acknowledged version, and none by a

@@ -335,6 +335,7 @@ async def test_a_parent_that_is_damaged_is_no_obstacle(tmp_path: Path) -> None:
         assert await read(tmp_path, ledger, 1) == 0
 
 
+@pytest.mark.long
 async def test_the_parts_of_many_tensors_are_joined_quickly(tmp_path: Path) -> None:
     """The time grows with the number of tensors, not with its square."""
     count = 30_000

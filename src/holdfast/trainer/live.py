@@ -122,6 +122,7 @@ class Life:
         warm.add_done_callback(self._warm)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            server.force_exit = not stop.is_set()  # who must end keeps nobody waiting
             for task in done:
                 task.result()
             if not stop.is_set():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import msgspec
 
-from holdfast import cycle, ledger, transfer
+from holdfast import cycle, events, ledger, transfer
 from holdfast.errors import HoldfastError, Mistake
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
@@ -148,6 +148,11 @@ def _serve(
     port: int,
 ) -> None:
     who = Incarnation.from_env()
+    rank = int(os.environ.get("RANK", "0"))
+    log = folder / who.account / who.job / "events"
+    log.mkdir(parents=True, exist_ok=True)
+    life = f"e{who.epoch}-c{cycle.number()}-r{rank}-{os.getpid()}"
+    events.configure(log / f"{life}.jsonl", process=f"{who.name} {life}")
 
     def make() -> "tuple[Machine, Ranks]":
         """Load torch, and meet the other ranks."""
@@ -159,7 +164,7 @@ def _serve(
         ranks = from_env()
         return Machine(models, who.run, ranks, device=device, exact=exact), ranks
 
-    if int(os.environ.get("RANK", "0")):
+    if rank:
         from holdfast.trainer.orders import follow
 
         follow(*make())

@@ -36,6 +36,7 @@ __all__ = [
     "write",
 ]
 
+_READ_BYTES = 1 << 20
 _PIECE_BYTES = 4 * 2**20
 """A piece is hashed, then written while it is still in the cache, and the disk begins with it
 while the next is hashed; between pieces a cancelled write stops."""
@@ -126,7 +127,7 @@ def read(at: int, name: str, limit: int) -> bytes:
     with open(open_regular(at, name), "rb", buffering=0) as file:
         parts: list[bytes] = []
         left = limit + 1
-        while left and (part := file.read(left)):
+        while left and (part := file.read(min(left, _READ_BYTES))):
             parts.append(part)
             left -= len(part)
     if not left:

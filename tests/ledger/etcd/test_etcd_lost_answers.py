@@ -121,6 +121,7 @@ async def test_a_watch_whose_own_connection_dies_silently_goes_on(tmp_path: Path
             await line.stop()
 
 
+@pytest.mark.long
 async def test_a_range_of_large_values_is_read_in_pages_that_fit(tmp_path: Path) -> None:
     """40 MB in values of 1 MB: each page stays within the time that a call may take."""
     with EtcdServer(tmp_path) as server:

@@ -117,6 +117,7 @@ def test_a_second_node_is_taken_in(tmp_path: Path) -> None:
         whole(nodes, 20)
 
 
+@pytest.mark.long
 def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path) -> None:
     """Active nodes, a spare and a late comer all exit with 0, at once and without a trace.
 

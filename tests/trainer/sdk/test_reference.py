@@ -202,6 +202,7 @@ say(metrics=found.metrics, before=before, after=published(client, "after"))
 """
 
 
+@pytest.mark.long
 def test_a_loss_of_the_clients_own(there: House, data: list[Example], tmp_path: Path) -> None:
     """`forward_backward_custom`: a function of log probabilities that the server never sees.
 

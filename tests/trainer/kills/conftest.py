@@ -1,0 +1,41 @@
+"""What an undisturbed run comes to: once for all tests of a worker."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from holdfast import faults
+from trainer.house import house
+from trainer.kills.story import POLICY, Audit, Told, fired, tell, trainer
+
+Reference = Callable[[int], "Undisturbed"]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing happened to."""
+
+    told: Told
+    hits: Counter[str]
+    """How often it passed each fault point."""
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """What so many steps come to."""
+
+    @cache
+    def run(steps: int) -> Undisturbed:
+        folder = tmp_path_factory.mktemp("reference")
+        log = folder / "hits"
+        points = [name for name in faults.catalogue().points if not name.startswith("test.")]
+        plan = ";".join(f"{name}:delay=0@1+" for name in points)
+        with house(folder, *trainer(plan, log), policy=POLICY) as there, Audit(there) as audit:
+            told = tell(there, audit, steps=steps)
+        assert told.terms == 1
+        return Undisturbed(told, Counter(one.point for one in fired(log)))
+
+    return run

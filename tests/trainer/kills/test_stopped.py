@@ -1,0 +1,212 @@
+"""A trainer that was stopped, replaced and wakes up changes nothing any more, and ends.
+
+It runs as on a machine that cannot be reached: its host believes it dead, and nobody kills it.
+"""
+
+import contextlib
+import http.client
+import json
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import pytest
+
+from gateway.service import wait_for
+from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
+from holdfast.procs import Child, spawn
+from trainer.house import JOB, House, house
+from trainer.kills.conftest import Reference
+from trainer.kills.story import POLICY, STEPS, Audit, fired, tell
+
+SCRIPT = Path(__file__).parent / "elsewhere.py"
+FENCED = 5
+"""What a trainer that was replaced exits with."""
+
+
+class Machines:
+    """Starts the trainers that `elsewhere.py` asks for, and keeps them whatever their host does.
+
+    They are started by a thread of its own, because a child dies with the thread that began it.
+    """
+
+    def __init__(self, folder: Path, plan: str) -> None:
+        self.folder = folder
+        self.faults = folder / "faults"
+        self._plan = plan
+        self._children: dict[int, Child] = {}
+        self._ports: dict[int, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        """How `holdfast serve` is told of them."""
+        command = shlex.join([sys.executable, str(SCRIPT), str(self.folder)])
+        return "--trainer", f"default={command}"
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            while not self._stop.wait(0.02):
+                for path in self.folder.glob("*.json"):
+                    epoch = int(path.stem)
+                    if epoch not in self._children:
+                        env = json.loads(path.read_text())
+                        env["HOLDFAST_FAULTS"] = self._plan
+                        env["HOLDFAST_FAULTS_LOG"] = str(self.faults)
+                        child = spawn(
+                            [sys.executable, "-m", "holdfast.trainer"],
+                            env=env,
+                            log=self.folder / f"{epoch}.log",
+                        )
+                        self._ports[epoch] = int(env["PORT"])
+                        self._children[epoch] = stack.enter_context(child)
+
+    def trainer(self, epoch: int) -> Child:
+        """The trainer of an epoch."""
+        wait_for(lambda: epoch in self._children, f"epoch {epoch} is started")
+        return self._children[epoch]
+
+    def ask(self, epoch: int, said: int, path: str, body: object) -> tuple[int, bytes]:
+        """Ask a trainer itself, as a gateway does that believes `said` to be the epoch."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._ports[epoch], timeout=30)
+        headers = {JOB_HEADER: f"local/{JOB}", EPOCH_HEADER: str(said)}
+        headers["content-type"] = "application/json"
+        try:
+            connection.request("POST", f"/api/v1/{path}", json.dumps(body), headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""  # it has ended
+        finally:
+            connection.close()
+
+
+def _is_stopped(child: Child) -> bool:
+    return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+
+
+def _replace(there: House, machines: Machines, audit: Audit, point: str) -> int:
+    """Have the first trainer stopped and replaced; returns how many results there were then."""
+    wait_for(lambda: bool(fired(machines.faults)), f"{point} is hit", 60)
+    old = machines.trainer(1)
+    wait_for(lambda: _is_stopped(old), "it has stopped")
+    before = audit.wait(0)
+    there.service.kill(SCRIPT.name)
+    wait_for(lambda: there.epoch() == 2 and there.service.state(JOB) == "RUNNING", "2 runs", 60)
+    assert _is_stopped(old), "nobody has touched it"
+    return before
+
+
+def _wake(machines: Machines, point: str) -> None:
+    """Wake the first trainer up, while requests wait for it; it must do nothing but end."""
+    old = machines.trainer(1)
+    model = _model(machines)
+    answers: dict[str, tuple[int, bytes]] = {}
+    step = {"type": "optim_step", "model_id": model, "seq_id": 10_000, "adam_params": {}}
+    asks = {
+        "meant for the new one": (2, "optim_step", step),
+        "meant for the old one": (1, "optim_step", step),
+        "never promised": (1, "retrieve_future", {"request_id": f"{model}:9999"}),
+    }
+    threads = [
+        threading.Thread(
+            target=lambda name=name, ask=ask: answers.__setitem__(name, machines.ask(1, *ask))
+        )
+        for name, ask in asks.items()
+    ]
+    for thread in threads:
+        thread.start()  # they wait in its queue until it wakes up
+    old.signal(signal.SIGCONT)
+    assert old.wait(30) == FENCED, old.tail()
+    for thread in threads:
+        thread.join(30)
+    print(f"{point}: {answers}")
+    for name, (status, body) in answers.items():
+        assert status in (421, 0), f"{name}: {status} {body!r}"
+
+
+def _model(machines: Machines) -> str:
+    """The model that the first trainer knows."""
+    folder = json.loads((machines.folder / "1.json").read_text())["HOLDFAST_FOLDER"]
+    channels = Path(folder, "local", JOB, "weights").glob("*.state")
+    return next(channels).name.removesuffix(".state")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("point", "hit"),
+    [
+        ("trainer.journal.before", 20),
+        ("trainer.segment.written", 20),
+        ("trainer.compute.after", 18),
+        ("trainer.result.after", 18),
+        ("weights.publish.marked", 2),
+        ("trainer.checkpoint.kept", 2),
+        ("trainer.save.kept", 1),
+    ],
+)
+def test_who_wakes_up_is_fenced(
+    tmp_path: Path, reference: Reference, point: str, hit: int
+) -> None:
+    """Wherever it was stopped: it applies, acknowledges and publishes nothing, and exits."""
+    expected = reference(STEPS).told
+    with (
+        Machines(tmp_path / "machines", f"{point}:stop@{hit}!") as machines,
+        house(tmp_path / "house", *machines.flags, policy=POLICY) as there,
+        Audit(there) as audit,
+    ):
+
+        def meanwhile() -> None:
+            _replace(there, machines, audit, point)
+            _wake(machines, point)
+
+        told = tell(there, audit, meanwhile)
+        assert there.epoch() == 2
+    assert told.terms == 2
+    told.check(expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a gateway waits for the answer of a trainer that was replaced, as long as its "
+    "connection stands: a request that was under way is not abandoned when the route changes",
+)
+def test_nobody_waits_for_one_that_was_replaced(tmp_path: Path, reference: Reference) -> None:
+    """The client goes on with the new trainer while the old one stays stopped."""
+    expected = reference(STEPS).told
+    with (
+        Machines(tmp_path / "machines", "trainer.compute.after:stop@18!") as machines,
+        house(tmp_path / "house", *machines.flags, policy=POLICY) as there,
+        Audit(there) as audit,
+    ):
+
+        def meanwhile() -> None:
+            before = _replace(there, machines, audit, "trainer.compute.after")
+            audit.wait(before + 12, 30.0)
+
+        told = tell(there, audit, meanwhile)
+    told.check(expected)

@@ -1,0 +1,70 @@
+"""kill -9 from outside, at seeded moments, again and again: the client only waits."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.service import wait_for
+from trainer.house import House, house
+from trainer.kills.conftest import Reference
+from trainer.kills.story import POLICY, Audit, tell
+
+SEED = 5
+DELAY_S = 0.15
+START_S = 4.0
+TWICE = 0.2
+"""How likely a trainer that has just been started is killed as well."""
+
+
+def _kill(there: House) -> None:
+    wait_for(lambda: bool(there.service.processes("holdfast.trainer")), "there is a trainer", 30)
+    there.kill_trainer()
+
+
+def _storm(folder: Path, reference: Reference, kills: int, steps: int) -> None:
+    rng = random.Random(SEED)
+    expected = reference(steps).told
+    results = sorted(rng.sample(range(1, len(expected.kinds) - 3), kills))
+    limit_s = 60.0 + 15.0 * kills
+    print(f"seed {SEED}: after results {results}")
+    done: list[int] = []
+
+    with (
+        house(folder, "--max-restarts", str(10 + kills), policy=POLICY) as there,
+        Audit(there) as audit,
+    ):
+
+        def meanwhile() -> None:
+            for count in results:
+                seen = audit.wait(count)
+                time.sleep(rng.uniform(0.0, DELAY_S))
+                _kill(there)
+                done.append(seen)
+                if rng.random() < TWICE and len(done) < kills:
+                    time.sleep(rng.uniform(0.0, START_S))
+                    _kill(there)
+                    done.append(seen)
+                if len(done) >= kills:
+                    return
+
+        told = tell(there, audit, meanwhile, steps=steps, limit_s=limit_s)
+        epochs = there.epoch()
+    print(f"killed after {done} results; {told.terms} of {epochs} trainers took the seat")
+    assert len(done) == kills
+    assert epochs == 1 + kills
+    told.check(expected)
+
+
+@pytest.mark.timeout(240)
+def test_five_kills(tmp_path: Path, reference: Reference) -> None:
+    """Same results, same weights, nothing done twice."""
+    _storm(tmp_path, reference, 5, 6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_fifty_kills(tmp_path: Path, reference: Reference) -> None:
+    """The same in a longer run that dies fifty times."""
+    _storm(tmp_path, reference, 50, 30)

@@ -1,0 +1,147 @@
+"""No room on the disk, no way to the ledger: the client only waits, and the end is the same."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.service import wait_for
+from holdfast.procs import spawn
+from holdfast.servers import EtcdServer
+from trainer.house import JOB, House, house
+from trainer.kills.conftest import Reference
+from trainer.kills.story import POLICY, STEPS, Audit, tell
+
+DISK_BYTES = 10 << 20
+AWAY_S = 5.0
+STILL_S = 2.0
+LOCKER = """
+import sqlite3, sys, time
+ledger = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
+ledger.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(float(sys.argv[2]))
+print("soon", flush=True)
+time.sleep(1)
+ledger.execute("ROLLBACK")
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of ten megabytes, where trainers keep their files."""
+    if os.geteuid() != 0:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
+    folder = tmp_path / "trainers"
+    folder.mkdir()
+    size = f"size={DISK_BYTES}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def _full(folder: Path) -> Iterator[None]:
+    """Leave no room, not for one page."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+def _stands_still(audit: Audit) -> int:
+    """Wait until nothing has come to a result for a while."""
+    deadline = time.monotonic() + 60
+    count, since = audit.wait(0), time.monotonic()
+    while time.monotonic() - since < STILL_S:
+        assert time.monotonic() < deadline, "it goes on although there is no room"
+        time.sleep(0.05)
+        if audit.wait(0) != count:
+            count, since = audit.wait(0), time.monotonic()
+    return count
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [False, True], ids=["lives", "dies"])
+def test_the_disk_is_full_for_a_while(
+    tmp_path: Path, small_disk: Path, reference: Reference, killed: bool
+) -> None:
+    """Everything waits until there is room again, also a trainer that is started meanwhile."""
+    expected = reference(STEPS).told
+    with house(tmp_path, policy=POLICY) as there, Audit(there) as audit:
+
+        def meanwhile() -> None:
+            audit.wait(8)
+            with _full(small_disk):
+                count = _stands_still(audit)
+                if killed:
+                    there.kill_trainer()
+                    wait_for(lambda: _runs(there, 2), "another trainer runs", 60)
+                    count = max(count, _stands_still(audit))
+            print(f"it stood still at {count} of {len(expected.kinds)}")
+            assert count < len(expected.kinds) - 3
+
+        told = tell(there, audit, meanwhile)
+        assert there.epoch() == 1 + killed, there.log()
+    told.check(expected)
+
+
+def _runs(there: House, epoch: int) -> bool:
+    return there.epoch() == epoch and there.service.state(JOB) == "RUNNING"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_ledger_is_locked_for_a_while(tmp_path: Path, reference: Reference) -> None:
+    """Another process holds the file: whatever is to be recorded waits."""
+    expected = reference(STEPS).told
+    with house(tmp_path, policy=POLICY) as there, Audit(there) as audit:
+
+        def meanwhile() -> None:
+            audit.wait(8)
+            argv = [sys.executable, "-c", LOCKER, str(tmp_path / "ledger.db"), str(AWAY_S)]
+            with spawn(argv, stdout=subprocess.PIPE) as locker:
+                assert locker.process.stdout is not None
+                assert locker.process.stdout.readline() == b"locked\n"
+                time.sleep(AWAY_S / 2)  # what was recorded before has been seen
+                before = audit.wait(0)
+                assert locker.process.stdout.readline() == b"soon\n"
+                assert audit.wait(0) == before, "nothing could be recorded meanwhile"
+                assert locker.wait(20) == 0
+
+        told = tell(there, audit, meanwhile)
+    told.check(expected)
+
+
+@pytest.mark.long
+@pytest.mark.etcd
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["pause", "kill"])
+def test_etcd_is_away_for_a_while(tmp_path: Path, reference: Reference, how: str) -> None:
+    """The only server of the ledger is stopped, or dies and comes back with its data."""
+    expected = reference(STEPS).told
+    with EtcdServer(tmp_path / "etcd") as etcd:
+        url = "etcd://{}:{}?timeout=2".format(*etcd.endpoint)
+        with (
+            house(tmp_path / "house", policy=POLICY, ledger=url) as there,
+            Audit(there, url) as audit,
+        ):
+
+            def meanwhile() -> None:
+                audit.wait(8)
+                (etcd.pause if how == "pause" else etcd.kill)()
+                time.sleep(AWAY_S)
+                (etcd.resume if how == "pause" else etcd.restart)()
+
+            told = tell(there, audit, meanwhile, url=url)
+    told.check(expected)
