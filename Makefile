@@ -13,11 +13,11 @@ run: setup ## The main job: simulate every protocol and show that broken ones ar
 	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
-	$(BIN)/python -m pytest -q -m "not long" -n 3 --dist loadfile
-	$(BIN)/holdfast sim --all --seeds 300 --fresh
+	$(BIN)/python -m pytest -q -m "not long" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/holdfast sim --all --seeds 300 --fresh --variants 4
 
 test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, thousands of seeds
-	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
 test-peers: ## vLLM and TransferQueue, in an environment of their own (4 GB)
