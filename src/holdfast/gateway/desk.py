@@ -7,6 +7,7 @@ and lets `Forward`, the caller's own way of sending, do the rest. Invariants:
 - a request is sent again only when it cannot have taken effect: nobody was reached, or the
   fence refused it (421). What may have been received is reported as lost, and the *caller*
   decides; a poll, and whatever only reads, is sent again;
+- nobody waits for an incarnation that was replaced;
 - every wait has an end: `submit_wait_s`, `poll_hold_s`.
 """
 
@@ -24,7 +25,7 @@ from holdfast.jobs.store import Seen
 from holdfast.ledger.runtime import Runtime
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["Desk", "Forward", "NaiveDesk", "Patience", "Resolved", "Sent"]
+__all__ = ["Abandon", "Desk", "Forward", "NaiveDesk", "Patience", "Resolved", "Sent"]
 
 _CONFIRM_S = 0.5
 """How often a job that is waited for is read from the ledger: a watch may lag."""
@@ -57,6 +58,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 Forward = Callable[[Route], Awaitable[Sent]]
+Abandon = Callable[[str], None]
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -92,11 +94,13 @@ class Desk:
         present: Callable[[], bool] = lambda: True,
         *,
         harmless: bool = False,
+        abandon: Abandon = lambda _: None,
     ) -> Answer | None:
         """Bring a request to its trainer; returns the answer, unless `forward` has given it.
 
         `present` says whether the caller still waits: nothing is waited for without him.
-        A `harmless` request may be sent twice: it only reads.
+        A `harmless` request may be sent twice: it only reads. `abandon` makes `forward` give
+        up an answer that has not begun: its trainer was replaced, and may never answer.
         """
         deadline = self._runtime.now() + self._patience.of(kind)
         seen, fresh = self._routes.find(account, job), False
@@ -107,7 +111,7 @@ class Desk:
             if isinstance(verdict, Answer):
                 return verdict
             if isinstance(verdict, Route) and verdict != doubted:
-                sent = await forward(verdict)
+                sent = await self._forward(forward, verdict, abandon)
                 if sent.how == "done":
                     return None
                 self._tell(verdict, sent, kind)
@@ -124,6 +128,17 @@ class Desk:
             seen, fresh, doubted = await self._look_again(
                 account, job, verdict, doubted, waited=fresh, left_s=left_s
             )
+
+    async def _forward(self, forward: Forward, route: Route, abandon: Abandon) -> Sent:
+        """Send it, and wait for the answer only as long as the trainer is the job's own."""
+
+        def look() -> None:
+            seen = self._routes.find(route.account, route.job)
+            if seen is not None and seen.job.epoch > route.epoch:
+                abandon(f"the trainer was replaced (epoch {route.epoch})")
+
+        with self._routes.listening(route.account, route.job, look):
+            return await forward(route)
 
     async def _look_again(
         self,
@@ -166,6 +181,7 @@ class NaiveDesk(Desk):
         present: Callable[[], bool] = lambda: True,  # noqa: ARG002 -- it does not wait
         *,
         harmless: bool = False,  # noqa: ARG002 -- it does not try again
+        abandon: Abandon = lambda _: None,  # noqa: ARG002 -- it does not know better
     ) -> Answer | None:
         """Bring a request to where the table says, or say "not found"."""
         verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)

@@ -146,6 +146,7 @@ class Front:
             forward,
             lambda: not exchange.gone.is_set(),
             harmless=exchange.head.method in ("GET", "HEAD"),
+            abandon=exchange.abandon,
         )
         if answer is not None:
             await visit.answer(answer)

@@ -7,7 +7,8 @@ newer than the view.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from holdfast.errors import TimedOut, UnknownOutcome
 from holdfast.jobs.store import Jobs, Seen
@@ -33,6 +34,8 @@ class Routes:
         self._slots = asyncio.Semaphore(_READS)
         self._bells: dict[str, dict[asyncio.Event, None]] = {}
         """Who waits to hear of a job, in the order of their coming: a seed tells one story."""
+        self._listeners: dict[str, dict[Callable[[], None], None]] = {}
+        """Whom to call when something is heard of a job."""
         self.ready = asyncio.Event()
         """Set once everything has been read for the first time."""
 
@@ -48,6 +51,8 @@ class Routes:
         for name in sorted(names):
             for bell in self._bells.get(name, ()):
                 bell.set()
+            for listener in list(self._listeners.get(name, ())):
+                listener()
 
     def find(self, account: str, job: str) -> Seen | None:
         """What is known of a job without asking; None: nothing."""
@@ -99,6 +104,18 @@ class Routes:
         if revision > known_at and (seen is not None or self.find(account, job) is not None):
             self._fresh[name] = (revision, seen)
         return seen
+
+    @contextlib.contextmanager
+    def listening(self, account: str, job: str, listener: Callable[[], None]) -> Iterator[None]:
+        """Call somebody whenever something is heard of a job."""
+        listeners = self._listeners.setdefault(f"{account}/{job}", {})
+        listeners[listener] = None
+        try:
+            yield
+        finally:
+            del listeners[listener]
+            if not listeners:
+                self._listeners.pop(f"{account}/{job}", None)
 
     async def changed(self, account: str, job: str, timeout_s: float) -> None:
         """Wait until something is heard of a job, or the time is over."""

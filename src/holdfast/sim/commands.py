@@ -147,9 +147,7 @@ def _play(pool: Pool, name: str, seeds: range, steps: int | None) -> Summary:
     return summary
 
 
-def _play_all(
-    pool: Pool, seeds: int, start: int, steps: int | None, variants: int | None
-) -> None:
+def _play_all(pool: Pool, seeds: int, start: int, steps: int | None, variants: int | None) -> None:
     """Every sound protocol must hold, every broken one (or some of them) must be caught."""
     bad: list[str] = []
     for name in protocols.names():

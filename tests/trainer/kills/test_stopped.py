@@ -189,12 +189,6 @@ def test_who_wakes_up_is_fenced(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a gateway waits for the answer of a trainer that was replaced, as long as its "
-    "connection stands: a request that was under way is not abandoned when the route changes",
-)
 def test_nobody_waits_for_one_that_was_replaced(tmp_path: Path, reference: Reference) -> None:
     """The client goes on with the new trainer while the old one stays stopped."""
     expected = reference(STEPS).told

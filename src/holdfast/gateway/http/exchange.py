@@ -178,6 +178,11 @@ class Exchange:
         if self._reading is not None and not self._reading.done():
             self._reading.set_exception(error)
 
+    def abandon(self, reason: str) -> None:
+        """Wait no longer for an answer that has not begun: `forward` gives `Lost`."""
+        if self._passage is not None:
+            self._passage.abandon(reason)
+
     def caller_takes(self, takes: bool) -> None:
         """Whether the caller reads its answer. From the connection."""
         if self._passage is not None:

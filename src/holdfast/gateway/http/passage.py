@@ -127,6 +127,12 @@ class Passage:
         if not self.outcome.done():
             self.outcome.set_exception(error)
 
+    def abandon(self, reason: str) -> None:
+        """Wait no longer for an answer that has not begun."""
+        if self._mode == "wait" and not self.outcome.done():
+            self._line.abort()
+            self.on_lost(reason)
+
     def caller_takes(self, takes: bool) -> None:
         """Whether the caller takes more of the answer at present."""
         if takes != self._caller_takes:

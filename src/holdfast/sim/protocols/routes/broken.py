@@ -7,7 +7,7 @@ import msgspec
 
 from holdfast.gateway import answers
 from holdfast.gateway.answers import Answer, Kind
-from holdfast.gateway.desk import Desk, Forward
+from holdfast.gateway.desk import Abandon, Desk, Forward
 from holdfast.jobs import decide
 from holdfast.jobs.host import Host
 from holdfast.jobs.records import Job, write
@@ -29,11 +29,14 @@ class _Believes(Desk):
         present: Callable[[], bool] = lambda: True,
         *,
         harmless: bool = False,
+        abandon: Abandon = lambda _: None,
     ) -> Answer | None:
         verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
         if isinstance(verdict, Answer):
             return verdict
-        return await super().serve(account, job, kind, forward, present, harmless=harmless)
+        return await super().serve(
+            account, job, kind, forward, present, harmless=harmless, abandon=abandon
+        )
 
 
 class _NoReading(RoutesProtocol):
@@ -52,8 +55,11 @@ class _Eager(Desk):
         present: Callable[[], bool] = lambda: True,
         *,
         harmless: bool = False,  # noqa: ARG002
+        abandon: Abandon = lambda _: None,
     ) -> Answer | None:
-        return await super().serve(account, job, kind, forward, present, harmless=True)
+        return await super().serve(
+            account, job, kind, forward, present, harmless=True, abandon=abandon
+        )
 
 
 class _SendsAgain(RoutesProtocol):
