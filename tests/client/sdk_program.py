@@ -30,12 +30,14 @@ class Library:
         self.service: Any = None
         self.training: Any = None
 
-    def connect(self, gateway: str, key: str, wrapped: bool, warm_up_s: float = 0.0) -> str:
-        """Make a service client and a model."""
+    def connect(
+        self, gateway: str, key: str, wrapped: bool, warm_up_s: float = 0.0, patient: bool = False
+    ) -> str:
+        """Make a service client and a model; `patient`: with the retries that users have."""
         target = Target.of(gateway, api_key=key, account="acme", job="one")
-        target = dataclasses.replace(
-            target, policy=Policy(attempts=5, base_s=0.05, max_s=0.2, deadline_s=5.0)
-        )
+        if not patient:
+            quick = Policy(attempts=5, base_s=0.05, max_s=0.2, deadline_s=5.0)
+            target = dataclasses.replace(target, policy=quick)
         if wrapped:
             wrapper = tinker if self.name == "tinker" else fireworks
             self.service = wrapper.connect(target, warm_up_s=warm_up_s)
