@@ -258,7 +258,8 @@ class Core:
         state = self.lines.get(name)
         if state is None:
             raise NotFound(f"there is no model or sampling session {name[:80]!r}")
-        self.seen[state.session] = self.runtime.now()
+        if state.session in self.seen:
+            self.seen[state.session] = self.runtime.now()
         return state
 
     def find_save(self, path: str, model: str = "") -> tuple[tuple[str, str, str], Save]:

@@ -88,7 +88,7 @@ class Session(Record, frozen=True, kw_only=True):
 
     created_at: float
     seen_at: float
-    """When it was last heard of, to a few minutes."""
+    """When it was last heard of, as far as it is recorded: now, when it was created."""
     ended: bool = False
     tags: tuple[str, ...] = ()
 

@@ -173,11 +173,13 @@ class Runner:
             "it is not tried again, and had no effect",
             category="server",
         )
-        # A tombstone: a replay passes over it.
-        skip = msgspec.structs.replace(entry, skip=True)
-        state.line.entries[number] = skip
-        effect = Effect(outcome, [put(self._core.keys.op(state.name, number), skip)])
-        await self._settle(state, number, entry, effect)
+        writes: list[Write] = []
+        if state.line.ordered:
+            # A tombstone: a replay passes over it. What has no order goes with its result.
+            skip = msgspec.structs.replace(entry, skip=True)
+            state.line.entries[number] = skip
+            writes.append(put(self._core.keys.op(state.name, number), skip))
+        await self._settle(state, number, entry, Effect(outcome, writes))
         state.line.finish(number)
 
     async def _settle(self, state: State, number: int, entry: Entry, effect: Effect) -> None:

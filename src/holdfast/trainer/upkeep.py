@@ -119,6 +119,8 @@ class Upkeep:
     async def _retire(self, state: State) -> None:
         """Of a line that has ended: answer who still waits; forget what is left."""
         core, line = self._core, state.line
+        if state.busy:
+            return  # what is being carried out will have a result of its own
         for number in [one for one in line.entries if line.is_waiting(one)]:
             if number in line.results or number in line.computed:
                 continue
@@ -126,7 +128,7 @@ class Upkeep:
             result = core.result_of(line.entries[number], Failed(error=error))
             await core.journal.write(put(core.keys.result(state.name, number), result))
             core.settled(state, number, result)
-        if line.computed or state.pending or state.busy:
+        if line.computed or state.pending:
             return  # it comes to its end first
         await self._delete([core.keys.op(state.name, one) for one in line.entries])
         line.entries.clear()

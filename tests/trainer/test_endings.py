@@ -1,0 +1,104 @@
+"""Schedules around the end of a line, step by step, on a ledger in memory."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast import ledger as ledgers
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments, ToyVault
+from holdfast.trainer import ops
+from holdfast.trainer.policy import Policy
+from holdfast.trainer.records import Keys, Now
+from holdfast.trainer.trainer import Trainer
+
+KEYS = Keys("r", "x", "j")
+STEP = ops.OptimStep()
+
+
+class Slow(ToyCompute):
+    """Begins to compute, and goes on when it may."""
+
+    def __init__(self, runtime: LiveRuntime) -> None:
+        super().__init__(runtime)  # type: ignore[arg-type]  # a runtime is all that it needs
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def apply(
+        self, model: str, number: int, op: ops.ForwardBackward | ops.OptimStep
+    ) -> ops.Outcome:
+        self.begun.set()
+        await self.may_end.wait()
+        return await super().apply(model, number, op)
+
+
+@contextlib.asynccontextmanager
+async def living() -> AsyncIterator[tuple[Trainer, Slow]]:
+    """A trainer that carries out, and looks after things only when it is told to."""
+    async with ledgers.open("memory:") as ledger:
+        runtime = LiveRuntime(ledger, seed=1)
+        compute = Slow(runtime)
+        trainer = Trainer(
+            runtime,
+            KEYS,
+            [],
+            compute=compute,
+            segments=lambda term: ToySegments({}, term),
+            vault=lambda journal: ToyVault(runtime, lambda: journal.guards),  # type: ignore[arg-type]
+            wall=time.time,
+            policy=Policy(upkeep_s=3600),
+        )
+        await trainer.begin(1, by="me")
+        running = asyncio.create_task(trainer.run())
+        try:
+            async with asyncio.timeout(30):
+                yield trainer, compute
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_is_in_work_when_its_session_ends_has_one_result() -> None:
+    """Nobody writes "too late" for an operation that is being carried out."""
+    async with living() as (trainer, compute):
+        core = trainer.core
+        session = await core.create_session()
+        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
+        await core.retrieve(request, 10)
+        await core.submit(model, 1, STEP)
+        await core.submit(model, 2, STEP)
+        await compute.begun.wait()
+        await trainer.upkeep.end_session(session)
+        await trainer.upkeep.look()
+        await core.journal.flushed()
+        assert await core.runtime.ledger.get(KEYS.result(model, 1)) is None
+        told = asyncio.create_task(core.retrieve(f"{model}:2", 10))
+        compute.may_end.set()
+        assert isinstance(await core.retrieve(f"{model}:1", 10), ops.Stepped)
+        while not told.done():
+            await trainer.upkeep.look()
+            await asyncio.sleep(0.01)
+        outcome = await told
+        assert isinstance(outcome, ops.Failed)
+        assert "ended" in outcome.error
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_what_killed_three_trainers_fails(ordered: bool) -> None:
+    """A step of a model, or a sample: its caller hears it, and the trainer goes on."""
+    async with living() as (trainer, compute):
+        core = trainer.core
+        compute.may_end.set()
+        session = await core.create_session()
+        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
+        await core.retrieve(request, 10)
+        line = model if ordered else await core.create_sampler(session, 0, "b", "")
+        trainer.runner._suspect = Now(line=line, number=1, deaths=2)
+        op: ops.Op = STEP if ordered else ops.Sample(prompt=b"")
+        outcome = await core.retrieve(await core.submit(line, 1, op), 10)
+        assert isinstance(outcome, ops.Failed)
+        assert outcome.category == "server"
+        assert isinstance(await core.retrieve(await core.submit(line, 2, op), 10), ops.Stepped)
+        assert core.journal.failure is None
