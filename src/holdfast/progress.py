@@ -153,11 +153,16 @@ def _open() -> "memoryview[int] | None":
 def read(buffer: "mmap.mmap | memoryview[int]") -> Beat | None:
     """What such a file says, or None if nothing has beaten yet. For the launcher."""
     words = memoryview(buffer)[: _WORDS * 8].cast("q")
+    kept = None
     for _ in range(_READS):  # a writer that was stopped in the middle must not hold us up
         before = words[_SEQ]
         values, name = words.tolist(), bytes(buffer[_NAME])
-        if before % 2 == 0 and words[_SEQ] == before:
-            break
+        if words[_SEQ] == before:
+            kept = values, name  # of one beat, or of half of it: nobody wrote meanwhile
+            if before % 2 == 0:
+                break
+    if kept is not None:
+        values, name = kept
     if values[_FORMAT] != _MAGIC or not (values[_COUNT] or values[_SINCE]):
         return None
     inside = None

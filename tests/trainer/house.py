@@ -50,6 +50,10 @@ def datum(text, weights=None):
 """
 
 
+# The client's own threads, which are not Python's, may crash an interpreter that is ending.
+END = "\nsys.stdout.flush()\nos._exit(0)\n"
+
+
 class Program:
     """A client's program that runs."""
 
@@ -99,7 +103,7 @@ class House:
         errors = Path(tempfile.mkstemp(dir=self.folder, prefix="program-")[1])
         with errors.open("w") as sink:
             child = subprocess.Popen(
-                [SDKS, "-c", PRELUDE + text],
+                [SDKS, "-c", PRELUDE + text + END],
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 text=True,
