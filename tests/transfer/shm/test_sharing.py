@@ -13,6 +13,8 @@ import pytest
 from holdfast.errors import Denied, Mistake, NotFound
 from holdfast.transfer import Store, connect, shm
 from holdfast.transfer.shm.backend import ShmBackend
+from holdfast.transfer.shm.folder import SHARED
+from holdfast.transfer.shm.locks import Locks
 
 from .children import QUICK, content
 from .conftest import Opener
@@ -199,15 +201,18 @@ def test_list_and_remove(name: str, opener: Opener) -> None:
 def test_opened_while_it_is_removed(name: str) -> None:
     """Opening and removing race: whoever has it open has the store that others see."""
     over = time.monotonic() + 1.0
-    problems: list[str] = []
+    problems: list[object] = []
 
     def use(number: int) -> None:
-        while time.monotonic() < over:
-            with connect(f"shm://{name}?budget=1M", QUICK) as one:
-                one.put({f"k-{number}": b"x"})
-                with connect(f"shm://{name}", QUICK) as two:
-                    if not two.exists([f"k-{number}"])[f"k-{number}"]:
-                        problems.append("two stores of one name")
+        try:
+            while time.monotonic() < over:
+                with connect(f"shm://{name}?budget=1M", QUICK) as one:
+                    one.put({f"k-{number}": b"x"})
+                    with connect(f"shm://{name}", QUICK) as two:
+                        if not two.exists([f"k-{number}"])[f"k-{number}"]:
+                            problems.append("two stores of one name")
+        except Exception as error:  # noqa: BLE001 -- the test's own thread has to say it
+            problems.append(error)
 
     def clear() -> None:
         while time.monotonic() < over:
@@ -217,12 +222,45 @@ def test_opened_while_it_is_removed(name: str) -> None:
                 time.sleep(0.001)
 
     threads = [threading.Thread(target=use, args=(n,)) for n in range(2)]
-    threads.append(threading.Thread(target=clear))
+    threads += [threading.Thread(target=clear) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+@pytest.mark.parametrize("when", ["before its lock is there", "after its lock was taken"])
+def test_opened_between_look_and_removal(
+    name: str, opener: Opener, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Who removes a store looks and acts; a store that is opened in between is not removed."""
+    place = SHARED / f"holdfast-{os.geteuid()}" / name
+    opener("?budget=1M").close()
+    if when.startswith("before"):
+        (place / "users").unlink()
+    look = Locks.take
+    opened: list[Store] = []
+
+    def look_slowly(
+        locks: Locks, which: str, *, exclusive: bool, create: bool = False
+    ) -> int | None:
+        first = exclusive and not opened
+        try:
+            found = look(locks, which, exclusive=exclusive, create=create)
+        except FileNotFoundError:
+            if first:
+                opened.append(opener("?budget=1M"))
+            raise
+        if first and when.startswith("after"):
+            place.rename(place.with_name(f".gone-{name}"))  # as another remover does
+            opened.append(opener("?budget=1M"))
+        return found
+
+    monkeypatch.setattr(Locks, "take", look_slowly)
+    removed = shm.remove(name)
+    assert removed == (not opened)
+    assert all((place / "users").exists() for _ in opened)
 
 
 def test_a_closed_store(opener: Opener) -> None:

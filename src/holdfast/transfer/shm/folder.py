@@ -112,8 +112,7 @@ def open_folder(name: str, segment: int | None, budget: int | None) -> tuple[Pat
             _make(folder.parent)
             _make(folder)
             fd = locks.wait("users", exclusive=False, create=True)
-            # It may have been removed between the two: then it is another folder by now.
-            if os.fstat(fd).st_ino == (folder / "users").stat().st_ino:
+            if _is_current(folder, fd):
                 return folder, locks, _config(folder, segment, budget)
         except FileNotFoundError:
             pass  # removed while we were about it
@@ -122,6 +121,14 @@ def open_folder(name: str, segment: int | None, budget: int | None) -> tuple[Pat
             raise
         locks.abandon()
     raise Unavailable(f"{folder} is removed again and again while it is opened")
+
+
+def _is_current(folder: Path, fd: int) -> bool:
+    """Whether what we have locked still is the store's, not that of a folder since removed.
+
+    While it is, and locked, nobody can remove the folder.
+    """
+    return os.fstat(fd).st_ino == (folder / "users").stat().st_ino
 
 
 def _config(folder: Path, segment: int | None, budget: int | None) -> Config:
@@ -209,18 +216,24 @@ def _users(folder: Path) -> tuple[int, ...]:
 def remove(name: str) -> bool:
     """Remove a store that nobody has open. False if somebody has."""
     folder = _base() / check_name(name)
-    locks = Locks(folder)
-    try:
-        if locks.take("users", exclusive=True) is None:
-            return False
-        # A new name first: whoever opens the old one from now on makes a new store.
-        folder.rename(folder.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}"))
-    except FileNotFoundError:
-        if not folder.exists():
-            raise NotFound(f"there is no store {name}", key=name) from None
-        folder.rename(folder.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}"))
-    finally:
-        locks.abandon()
+    for _ in range(_ATTEMPTS):
+        locks = Locks(folder)
+        try:
+            # Made if it is missing: without its lock, somebody may be opening the store now.
+            fd = locks.take("users", exclusive=True, create=True)
+            if fd is None:
+                return False
+            if _is_current(folder, fd):
+                # A new name first: whoever opens the old one from now on makes a new store.
+                folder.rename(folder.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}"))
+                break
+        except FileNotFoundError:
+            if not folder.exists():
+                raise NotFound(f"there is no store {name}", key=name) from None
+        finally:
+            locks.abandon()
+    else:
+        raise Unavailable(f"{folder} is made again and again while it is removed")
     for one in _gone():
         shutil.rmtree(one, ignore_errors=True)
     return True
