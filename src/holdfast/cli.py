@@ -33,6 +33,7 @@ _COMMANDS = {
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
     "nodes": ("holdfast.launch.commands", "nodes", "Move nodes of a run out, or back in."),
     "queue": ("holdfast.transfer.commands", "queue", "Look into a queue of samples."),
+    "run": ("holdfast.run.commands", "run", "Run a whole RL job, and keep it running."),
     "serve": ("holdfast.gateway.commands", "serve", "Start control plane, gateway and host."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
     "status": ("holdfast.launch.commands", "status", "Show the nodes of a run."),

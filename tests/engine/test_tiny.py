@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_no_permission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sizes", [{"hidden": 30}, {"heads": 0}, {"layers": 0}, {"context": 0}, {"hidden": 2**16}]
 )
-def test_sizes_that_do_not_fit(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_sizes_that_do_not_fit(tmp_path: Path, sizes: dict[str, Any]) -> None:
     """Sizes that make no model are refused before anything is written."""
     with pytest.raises(Mistake):
         make_tiny(tmp_path / "tiny", **sizes)

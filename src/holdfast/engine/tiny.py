@@ -1,7 +1,9 @@
 """A small causal language model with its tokenizer, made on the spot: no download, no torch.
 
 `make_tiny` writes a Hugging Face directory of a Llama-type model, about 0.4 million float32
-parameters with the default sizes, that transformers and vLLM load like any other.
+parameters with the default sizes, that transformers and vLLM load like any other. With
+`positions="learned"` it is of the GPT-2 type, which has an embedding for each place: what
+depends on places (reversing a text) it learns from scratch in a tenth of the steps.
 
 - The same arguments give the same bytes on every machine: the files are written here, not by
   whichever version of transformers is installed.
@@ -22,7 +24,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,8 @@ PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("⟨pad⟩", "⟨bos⟩", "⟨eos⟩", "⟨unknown⟩")
 CHARACTERS = "\t\n" + "".join(map(chr, range(0x20, 0x7F)))
 
+_Array = npt.NDArray[np.float32]
+
 _STD = 0.02
 _THETA = 10_000.0
 _MAX_PARAMETERS = 200_000_000
@@ -51,13 +55,20 @@ def make_tiny(
     layers: int = 2,
     heads: int = 4,
     context: int = 512,
+    positions: Literal["rotary", "learned"] = "rotary",
 ) -> Path:
     """Make the model in `folder`, unless just this one is there already; return the folder."""
     _check(hidden, layers, heads, context)
+    if positions == "learned":
+        config = _gpt2_config(hidden, layers, heads, context)
+        weights = _gpt2_weights(seed, hidden, layers, context)
+    else:
+        config = _config(hidden, layers, heads, context)
+        weights = _weights(seed, hidden, layers)
     files = {
-        "config.json": _json(_config(hidden, layers, heads, context)),
+        "config.json": _json(config),
         "generation_config.json": _json(_TOKEN_IDS),
-        "model.safetensors": _weights(seed, hidden, layers),
+        "model.safetensors": weights,
         "tokenizer.json": _json(_tokenizer()),
         "tokenizer_config.json": _json(_tokenizer_config(context)),
     }
@@ -129,14 +140,70 @@ def _weights(seed: int, hidden: int, layers: int) -> bytes:
             shapes[f"{prefix}mlp.{name}.weight"] = (middle, hidden)
         shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, middle)
     shapes["lm_head.weight"] = (vocabulary, hidden)
-    bound = _STD * math.sqrt(3.0)  # of a uniform distribution with that deviation
-    tensors: dict[str, npt.NDArray[np.float32]] = {
-        name: uniform(shape, bound, "tiny", seed, name) for name, shape in shapes.items()
-    }
+    tensors = _drawn(shapes, seed)
     norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(layers)]
     norms += [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in range(layers)]
     for name in [*norms, "model.norm.weight"]:
         tensors[name] = np.ones(hidden, np.float32)
+    data: bytes = save(tensors, metadata={"format": "pt"})
+    return data
+
+
+def _drawn(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, _Array]:
+    """Weights of these shapes. Each depends on the seed and on its own name only."""
+    bound = _STD * math.sqrt(3.0)  # of a uniform distribution with that deviation
+    return {name: uniform(shape, bound, "tiny", seed, name) for name, shape in shapes.items()}
+
+
+def _gpt2_config(hidden: int, layers: int, heads: int, context: int) -> dict[str, Any]:
+    return {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.0,
+        **_TOKEN_IDS,
+        "embd_pdrop": 0.0,
+        "initializer_range": _STD,
+        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_inner": 4 * hidden,
+        "n_layer": layers,
+        "n_positions": context,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": len(SPECIALS) + len(CHARACTERS),
+    }
+
+
+def _gpt2_weights(seed: int, hidden: int, layers: int, context: int) -> bytes:
+    from safetensors.numpy import save
+
+    vocabulary = len(SPECIALS) + len(CHARACTERS)
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (vocabulary, hidden),
+        "transformer.wpe.weight": (context, hidden),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    ones, zeros = ["transformer.ln_f.weight"], {"transformer.ln_f.bias": hidden}
+    for layer in range(layers):
+        prefix = f"transformer.h.{layer}."
+        for name, (rows, columns) in {
+            "attn.c_attn": (hidden, 3 * hidden),
+            "attn.c_proj": (hidden, hidden),
+            "mlp.c_fc": (hidden, 4 * hidden),
+            "mlp.c_proj": (4 * hidden, hidden),
+        }.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            zeros[f"{prefix}{name}.bias"] = columns
+        for name in ("ln_1", "ln_2"):
+            ones.append(f"{prefix}{name}.weight")
+            zeros[f"{prefix}{name}.bias"] = hidden
+    tensors = _drawn(shapes, seed)
+    tensors |= {name: np.ones(hidden, np.float32) for name in ones}
+    tensors |= {name: np.zeros(size, np.float32) for name, size in zeros.items()}
     data: bytes = save(tensors, metadata={"format": "pt"})
     return data
 

@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import os
 import shlex
-import socket
 import ssl
 import sys
 import time
@@ -17,7 +16,7 @@ import msgspec
 from holdfast import events, ledger
 from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
-from holdfast.gateway.serve import Part, Supervisor, own_name
+from holdfast.gateway.serve import Part, Supervisor, own_name, reserve
 from holdfast.jobs.accounts import Accounts, split_key
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
@@ -124,7 +123,7 @@ def serve(
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _log(folder, run)
-    reserved = _reserve(asked.host, asked.port)
+    reserved = reserve(asked.host, asked.port)
     port: int = reserved.getsockname()[1]
     key = asyncio.run(_own_key(lasting, run, asked.account, read_note(folder)))
     scheme = "https" if asked.tls_cert else "http"
@@ -271,25 +270,6 @@ async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:
             if parts[0] in known:
                 return note.key
         return (await book.add_key(account))[0]
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Hold the port, which gateways share, so that nobody else takes it for free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as alone:
-        try:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind((host, port))
-        except OSError as error:
-            raise Mistake(
-                f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
-                "there? Give another --port, or 0 for any"
-            ) from None
-        port = alone.getsockname()[1]
-    reserved = socket.socket(family)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((host, port))
-    return reserved
 
 
 def _is_ready(host: str, port: int, *, tls: bool) -> bool:

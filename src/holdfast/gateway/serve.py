@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from types import FrameType
 import msgspec
 
 from holdfast import events, procs
+from holdfast.errors import Mistake
 from holdfast.jobs.serving import SETTINGS
 
-__all__ = ["Part", "Supervisor", "own_name"]
+__all__ = ["Part", "Supervisor", "own_name", "reserve"]
 
 _POLL_S = 0.05
 _WELL_S = 10.0
@@ -143,6 +145,25 @@ class Supervisor:
             part.ask()
         for part in self._parts:
             part.end(20.0)
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Hold the port, which gateways share, so that nobody else takes it for free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as alone:
+        try:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+        except OSError as error:
+            raise Mistake(
+                f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
+                "there? Give another --port, or 0 for any"
+            ) from None
+        port = alone.getsockname()[1]
+    reserved = socket.socket(family)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, port))
+    return reserved
 
 
 def own_name() -> str:

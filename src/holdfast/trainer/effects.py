@@ -19,7 +19,7 @@ from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import SAMPLER, STATE, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.seams import Kept
-from holdfast.trainer.state import State, channel_of, checkpoints_of
+from holdfast.trainer.state import State, channel_of, checkpoints_of, policy_of
 
 __all__ = ["CHECKPOINTS", "Effect", "Effects", "changes_state"]
 
@@ -74,6 +74,8 @@ class Effects:
                     return await self._save(state, number, op)
                 case ops.SaveForSampler():
                     return await self._publish(state, number, op)
+                case ops.Publish():
+                    return await self._publish_version(state, op)
                 case ops.LoadWeights():
                     return await self._load(state, number, op)
                 case ops.Unload():
@@ -205,6 +207,15 @@ class Effects:
         told = core.tell(unparse(*where), save, kept.hash)
         return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
 
+    async def _publish_version(self, state: State, op: ops.Publish) -> Effect:
+        core, channel = self._core, policy_of(state.name)
+        snapshot = await core.compute.export(state.name)
+        kept = await self.patient(
+            lambda: core.vault.save(channel, op.version, snapshot, core.policy.sampler_keep)
+        )
+        await faults.apoint(EXPORTED)
+        return Effect(ops.Published(channel=channel, version=kept.version, content=kept.hash))
+
     def _record(
         self,
         state: State,
@@ -252,7 +263,7 @@ def changes_state(op: Op) -> bool:
     match op:
         case ops.ForwardBackward():
             return op.backward
-        case ops.SaveWeights() | ops.SaveForSampler() | ops.Sample() | ops.Skip():
+        case ops.SaveWeights() | ops.SaveForSampler() | ops.Publish() | ops.Sample() | ops.Skip():
             return False
         case _:
             return True

@@ -32,6 +32,8 @@ __all__ = [
     "OptimStep",
     "Outcome",
     "Output",
+    "Publish",
+    "Published",
     "Sample",
     "Sampled",
     "SamplerSaved",
@@ -147,6 +149,12 @@ class SaveForSampler(_Struct, frozen=True, tag="save_weights_for_sampler"):
     ttl_s: int | None = None
 
 
+class Publish(_Struct, frozen=True, tag="publish_weights"):
+    """Publish the weights as a version of the model's channel: for replicas that subscribe."""
+
+    version: int
+
+
 class Unload(_Struct, frozen=True, tag="unload_model"):
     """Forget the model; what was saved of it stays."""
 
@@ -185,6 +193,7 @@ Op = (
     | SaveWeights
     | LoadWeights
     | SaveForSampler
+    | Publish
     | Unload
     | Skip
     | Sample
@@ -233,6 +242,14 @@ class SamplerSaved(_Struct, frozen=True, tag="save_weights_for_sampler"):
     sampling_session: str | None = None
 
 
+class Published(_Struct, frozen=True, tag="publish_weights"):
+    """A version is there: in which channel, and the hash of what is in it."""
+
+    channel: str
+    version: int
+    content: str
+
+
 class Done(_Struct, frozen=True, tag="done"):
     """Something without a result has been done; `what` is the name of the operation."""
 
@@ -273,7 +290,18 @@ class Failed(_Struct, frozen=True, tag="failed"):
     category: Category = "user"
 
 
-Outcome = Created | Output | Stepped | Saved | Loaded | SamplerSaved | Done | Sampled | Failed
+Outcome = (
+    Created
+    | Output
+    | Stepped
+    | Saved
+    | Loaded
+    | SamplerSaved
+    | Published
+    | Done
+    | Sampled
+    | Failed
+)
 
 _ENCODER = msgspec.msgpack.Encoder(order="sorted")
 _OPS: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)

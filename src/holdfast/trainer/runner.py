@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import ClassVar, ParamSpec, TypeVar
 
 import msgspec
+import xxhash
 
 from holdfast import events, faults
 from holdfast.errors import Corrupt, HoldfastError
@@ -28,7 +29,7 @@ from holdfast.trainer.core import Core
 from holdfast.trainer.effects import CHECKPOINTS, Effect, Effects, changes_state
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.records import Entry, Now, Result
+from holdfast.trainer.records import Content, Entry, Now, Result
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.segments import read_content
 from holdfast.trainer.state import State, checkpoints_of
@@ -46,6 +47,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CHUNK = 100
+
+
+class Applied(events.Event, frozen=True, tag="trainer.applied"):
+    """An operation was carried out: `again` if it had a result, and this was for its effect."""
+
+    line: str
+    number: int
+    kind: str
+    identity: str
+    term: int
+    again: bool
+
+
+class Answered(events.Event, frozen=True, tag="trainer.answered"):
+    """The result of an operation is durable."""
+
+    line: str
+    number: int
+    hash: str
+    failed: bool
 
 
 class Quarantined(events.Event, frozen=True, tag="trainer.quarantined"):
@@ -145,6 +166,16 @@ class Runner:
         effect = await self._effects.carry_out(state, number, op)
         state.since_s += core.runtime.now() - started
         await faults.apoint(AFTER)
+        events.emit(
+            Applied(
+                line=state.name,
+                number=number,
+                kind=entry.kind,
+                identity=entry.identity,
+                term=core.journal.term,
+                again=known is not None,
+            )
+        )
         if known is None:
             await self._settle(state, number, entry, effect)
         elif ops.encode(effect.outcome) != read_content(known.content, core.segments):
@@ -204,6 +235,14 @@ class Runner:
         def durable(done: "asyncio.Future[None]") -> None:
             if done.cancelled() or done.exception() is not None:
                 return
+            events.emit(
+                Answered(
+                    line=state.name,
+                    number=number,
+                    hash=_digest(result.content),
+                    failed=result.failed,
+                )
+            )
             faults.point(SETTLED)
             if effect.sampler is not None:
                 core.add_sampler(*effect.sampler)
@@ -280,6 +319,13 @@ class Runner:
             await core.journal.write(
                 *(Delete(core.keys.op(state.name, one)) for one in old[at : at + _CHUNK])
             )
+
+
+def _digest(content: Content) -> str:
+    """A hash of bytes, wherever they are."""
+    if content.place is not None:
+        return content.place.hash
+    return xxhash.xxh3_128_hexdigest(content.inline or b"")
 
 
 def _as_error(error: BaseException) -> Exception:

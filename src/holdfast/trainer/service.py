@@ -131,6 +131,7 @@ class Service:
             "save_weights": self._save_weights,
             "load_weights": self._load_weights,
             "save_weights_for_sampler": self._save_for_sampler,
+            "publish_weights": self._publish,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "asample": self._asample,
@@ -319,6 +320,9 @@ class Service:
 
     async def _save_for_sampler(self, body: bytes, _request: Request) -> Answer:
         return await self._submit(requests.save_weights_for_sampler(body))
+
+    async def _publish(self, body: bytes, _request: Request) -> Answer:
+        return await self._submit(requests.publish_weights(body))
 
     async def _load_weights(self, body: bytes, _request: Request) -> Answer:
         ask = requests.load_weights(body)

@@ -8,7 +8,15 @@ from holdfast.errors import Mistake
 from holdfast.trainer.line import Line
 from holdfast.trainer.records import Model, Sampler
 
-__all__ = ["Pending", "State", "channel_of", "check_number", "checkpoints_of", "sampler_name"]
+__all__ = [
+    "Pending",
+    "State",
+    "channel_of",
+    "check_number",
+    "checkpoints_of",
+    "policy_of",
+    "sampler_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,11 @@ def sampler_name(session: str, seq: int) -> str:
 def checkpoints_of(model: str) -> str:
     """The channel of a model's checkpoints: the newest one counts. Versions are numbers."""
     return f"{model}.state"
+
+
+def policy_of(model: str) -> str:
+    """The channel of the versions that replicas serve. The caller numbers them."""
+    return f"{model}.policy"
 
 
 def channel_of(model: str, folder: str, name: str) -> str:

@@ -34,6 +34,7 @@ from holdfast.trainer.ops import (
     Loaded,
     Outcome,
     Output,
+    Published,
     Sampled,
     SamplerSaved,
     Saved,
@@ -142,6 +143,13 @@ def _whole(outcome: Outcome, *, protobuf: bool) -> Answer:
             session = outcome.sampling_session
             return typed(
                 "save_weights_for_sampler", path=outcome.path, sampling_session_id=session
+            )
+        case Published():
+            return typed(
+                "publish_weights",
+                channel=outcome.channel,
+                version=outcome.version,
+                content=outcome.content,
             )
         case Done():
             return typed(outcome.what, model_id=outcome.model)

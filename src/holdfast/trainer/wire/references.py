@@ -3,10 +3,12 @@
     POST forward_backward_references
     {"model_id": …, "seq_id": 7, "loss_fn": "importance_sampling", "forward_only": false,
      "data": [{"tokens": [key, generation, checksum, bytes],
-               "loss_fn_inputs": {"target_tokens": [...], …}}]}
+               "loss_fn_inputs": {"target_tokens": [...], …},
+               "inline": {"advantages": [0.0, 0.5, …]}}]}
 
 Holdfast's own, beside Tinker's protocol. What the references mean is fetched, compared and put
 into the journal before the promise is given: a replay depends on nothing that others delete.
+What the caller has computed from values (advantages) it gives `inline`, as float32.
 """
 
 from collections.abc import Mapping
@@ -30,6 +32,7 @@ class ReferredDatum(msgspec.Struct, frozen=True):
 
     tokens: Ref
     loss_fn_inputs: dict[str, Ref] = {}
+    inline: dict[str, list[float]] = {}
 
 
 class ByReference(msgspec.Struct, frozen=True):
@@ -52,7 +55,7 @@ def read(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ByReference:
     ask = decode(body, ByReference)
     if not 1 <= len(ask.data) <= limits.datums:
         raise Mistake(f"`data` has {len(ask.data)} items: 1 to {limits.datums} are allowed")
-    if any(len(one.loss_fn_inputs) > _MAX_INPUTS for one in ask.data):
+    if any(len(one.loss_fn_inputs) + len(one.inline) > _MAX_INPUTS for one in ask.data):
         raise Mistake(f"`loss_fn_inputs` has at most {_MAX_INPUTS} fields")
     told = sum(ref.nbytes for ref in ask.refs())
     if told > limits.plain_bytes:
@@ -71,6 +74,7 @@ def filled(ask: ByReference, values: Mapping[str, Any]) -> ForwardBackward:
             name: _tensor(_array(f"datum {at}, `{name}`", values[ref.key]))
             for name, ref in one.loss_fn_inputs.items()
         }
+        inputs |= {name: _tensor(np.array(given, "<f4")) for name, given in one.inline.items()}
         data.append(Datum(tokens=tokens.astype("<i4").tobytes(), inputs=inputs))
     return ForwardBackward(
         data=data, loss=ask.loss_fn, config=ask.loss_fn_config, backward=not ask.forward_only

@@ -16,6 +16,7 @@ from holdfast.trainer.ops import (
     LoadWeights,
     Lora,
     OptimStep,
+    Publish,
     SaveForSampler,
     SaveWeights,
     Unload,
@@ -74,6 +75,7 @@ __all__ = [
     "join_sampling_session",
     "load_weights",
     "optim_step",
+    "publish_weights",
     "read_body",
     "retrieve_future",
     "retrieve_futures",
@@ -151,6 +153,10 @@ class _Save(msgspec.Struct):
     ttl_seconds: _Ttl | None = None
     overwrite: bool = False
     sampling_session_seq_id: _Index | None = None
+
+
+class _Publish(msgspec.Struct):
+    version: _Index
 
 
 class _Load(msgspec.Struct):
@@ -254,6 +260,12 @@ def save_weights_for_sampler(body: bytes) -> Numbered:
             raise Mistake("`path` and `sampling_session_seq_id` exclude each other")
     op = SaveForSampler(name=name, session_seq=ask.sampling_session_seq_id, ttl_s=ask.ttl_seconds)
     return Numbered(model, seq, op)
+
+
+def publish_weights(body: bytes) -> Numbered:
+    """A request to `publish_weights`, which is Holdfast's own."""
+    model, seq, ask = numbered(body, _Publish)
+    return Numbered(model, seq, Publish(version=ask.version))
 
 
 def load_weights(body: bytes) -> Numbered | NewModel:

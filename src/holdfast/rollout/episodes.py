@@ -1,0 +1,127 @@
+"""Episodes: a model and an environment take turns on a task.
+
+Invariants:
+
+- The first turn, mostly the only one, is one batch of all the group's samples. Later turns, which
+  differ from each other, are one sample each, with seeds of their own.
+- What comes out depends on the arguments alone, if `speak` and the environment do.
+- `tokens`, `made` and `logprobs` are of one length; `pieces` has one text per token that was made.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Literal, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.engine.noise import seed_of
+from holdfast.errors import Mistake
+from holdfast.rollout.environments import Judge, Task
+
+__all__ = ["Ended", "Episode", "Speak", "play"]
+
+Ended = Literal["stop", "length"]
+Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]
+"""The tokens of one sample, their log probabilities, and why it ended."""
+Speak = Callable[[Sequence[int], int, int], list[Said]]
+"""(tokens so far, how many samples, seed) -> the samples"""
+
+
+class Episode(msgspec.Struct, eq=False, kw_only=True):
+    """One sample: the prompt and everything that was said, in order."""
+
+    tokens: npt.NDArray[np.int32]
+    made: npt.NDArray[np.bool_]
+    """Where the model generated."""
+    logprobs: npt.NDArray[np.float32]
+    """0 where it did not."""
+    turns: list[str]
+    pieces: list[str]
+    """The text of each token that was made."""
+    ended: Ended
+    """How the last turn ended."""
+
+
+class _Draft:
+    """An episode that is not over yet."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.tokens = list(prompt)
+        self.made = [False] * len(prompt)
+        self.logprobs = [0.0] * len(prompt)
+        self.turns: list[str] = []
+        self.pieces: list[str] = []
+        self.ended: Ended = "stop"
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.made += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def say(self, said: Said, decode: Callable[[Sequence[int]], str]) -> None:
+        array, logprobs, ended = said
+        tokens = [int(token) for token in array]
+        if len(tokens) != len(logprobs) or ended not in ("stop", "length"):
+            raise Mistake(
+                f"speak gave {len(tokens)} tokens, {len(logprobs)} log probabilities and {ended!r}"
+            )
+        self.tokens += tokens
+        self.made += [True] * len(tokens)
+        self.logprobs += [float(value) for value in logprobs]
+        self.turns.append(decode(tokens))
+        self.pieces += [decode([token]) for token in tokens]
+        self.ended = cast(Ended, ended)
+
+    def done(self) -> Episode:
+        return Episode(
+            tokens=np.array(self.tokens, np.int32),
+            made=np.array(self.made, np.bool_),
+            logprobs=np.array(self.logprobs, np.float32),
+            turns=self.turns,
+            pieces=self.pieces,
+            ended=self.ended,
+        )
+
+
+async def play(
+    judge: Judge,
+    task: Task,
+    *,
+    count: int,
+    max_turns: int,
+    speak: Speak,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[Sequence[int]], str],
+    seed: int,
+    executor: Executor | None = None,
+) -> list[Episode]:
+    """Play `count` episodes of a task. `speak` runs in `executor`, or in a thread of asyncio's."""
+
+    async def ask(tokens: Sequence[int], samples: int, its_seed: int) -> list[Said]:
+        loop = asyncio.get_running_loop()
+        said = await loop.run_in_executor(executor, speak, tokens, samples, its_seed)
+        if len(said) != samples:
+            raise Mistake(f"speak gave {len(said)} samples where {samples} were asked for")
+        return said
+
+    if count < 1 or max_turns < 1:
+        raise Mistake(f"count is {count} and max_turns {max_turns}: both must be 1 or more")
+    prompt = encode(task.prompt)
+    drafts = [_Draft(prompt) for _ in range(count)]
+    for draft, said in zip(drafts, await ask(prompt, count, seed), strict=True):
+        draft.say(said, decode)
+    going = list(enumerate(drafts))
+    for turn in range(1, max_turns):
+        replies = [(index, draft, await judge.reply(task, draft.turns)) for index, draft in going]
+        going = []
+        for index, draft, reply in replies:
+            if reply is None:
+                continue
+            draft.hear(encode(reply))
+            (said,) = await ask(tuple(draft.tokens), 1, seed_of(seed, turn, index))
+            draft.say(said, decode)
+            going.append((index, draft))
+    return [draft.done() for draft in drafts]

@@ -1,0 +1,156 @@
+"""A replica as a process of its own: `HOLDFAST_SETTINGS=… python -m holdfast.rollout.process`.
+
+The settings are a JSON object (`ReplicaSettings`). It waits for the model's channel, takes a
+seat there with its address, and serves until a signal comes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from holdfast import events, ledger, transfer
+from holdfast.errors import Mistake
+from holdfast.ledger.records import Record, load
+from holdfast.rollout.app import App
+from holdfast.rollout.asks import QUEUE, TASKS
+from holdfast.rollout.environments import Judge, load_environment
+from holdfast.rollout.replica import Replica
+from holdfast.transfer.queue import Queue
+from holdfast.weights import Subscriber
+
+__all__ = ["ReplicaSettings", "main"]
+
+_GRACE_S = 2
+_LOOK_S = 0.1
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a replica needs to know."""
+
+    run: str
+    ledger: str
+    name: str
+    folder: str
+    store: str
+    model: str
+    """The directory of the base model."""
+    weights: str
+    """Where the channel's folder is."""
+    channel_key: str
+    """Where in the ledger the channel's name will stand, as a field of that name."""
+    token: str
+    environment: str
+    options: dict[str, object] = {}
+    limit_s: float = 10.0
+    lora_rank: int = 0
+    max_tokens: int = 0
+    device: str = "cpu"
+    threads: int = 1
+    host: str = "127.0.0.1"
+    lease_s: float = 3.0
+
+
+async def serve(settings: ReplicaSettings) -> None:
+    """Be a replica until a signal comes."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    from holdfast.rollout.sampler import Sampler
+
+    sampler = Sampler(
+        Path(settings.model),
+        lora_rank=settings.lora_rank,
+        device=settings.device,
+        threads=settings.threads,
+    )
+    environment = load_environment(settings.environment, settings.options)
+    async with contextlib.AsyncExitStack() as stack:
+        listening = stack.enter_context(socket.create_server((settings.host, 0)))
+        address = f"http://{settings.host}:{listening.getsockname()[1]}"
+        opened = await stack.enter_async_context(ledger.open(settings.ledger))
+        store = stack.enter_context(transfer.connect(settings.store))
+        queue = await stack.enter_async_context(
+            Queue(store, opened, QUEUE, TASKS, run=settings.run, member=settings.name)
+        )
+        judge = Judge(settings.environment, settings.options, limit_s=settings.limit_s)
+        stack.push_async_callback(judge.close)
+        subscriber = await stack.enter_async_context(
+            Subscriber(
+                settings.weights,
+                opened,
+                await _channel(opened, settings.channel_key),
+                settings.name,
+                needs="latest",
+                address=address,
+                run=settings.run,
+                lease_s=settings.lease_s,
+            )
+        )
+        replica = Replica(
+            settings.name,
+            sampler,
+            subscriber,
+            queue,
+            judge,
+            max_tokens=settings.max_tokens or environment.max_tokens,
+            max_turns=environment.max_turns,
+        )
+        await _listen(App(replica, settings.token), listening, stop)
+
+
+class _Named(Record, frozen=True):
+    channel: str = ""
+
+
+async def _channel(opened: ledger.Ledger, key: str) -> str:
+    """Wait for the channel's name: the model may not be there yet."""
+    while True:
+        there = await load(opened, key, _Named)
+        if there is not None:
+            return there.record.channel
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _listen(app: App, listening: socket.socket, stop: asyncio.Event) -> None:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    # The signals are ours, and so is the order in which things end.
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(server._serve(sockets=[listening]), name="http")
+    ending = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise Mistake("the replica's server ended by itself")
+    finally:
+        server.should_exit = True
+        ending.cancel()
+        await asyncio.gather(serving, ending, return_exceptions=True)
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=ReplicaSettings)
+    folder = Path(settings.folder) / "events"
+    folder.mkdir(parents=True, exist_ok=True)
+    events.configure(folder / f"{settings.name}.jsonl", process=settings.name)
+    asyncio.run(serve(settings))
+
+
+if __name__ == "__main__":
+    main()
