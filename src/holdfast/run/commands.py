@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.errors import Mistake
 from holdfast.run.config import load
+from holdfast.run.driver import drive
 from holdfast.run.folder import Folder
 from holdfast.run.supervisor import Supervisor
 
@@ -20,6 +21,8 @@ __all__ = ["run"]
 @click.option("--out", type=click.Path(path_type=Path), help="The run's folder [default: runs/…].")
 @click.option("--seed", type=int, help="The same as --set seed=N.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with the run in a folder.")
+@click.option("--chaos", metavar="PLAN", help="'storm', a file, or 'trainer.rank1@step 7; …'.")
+@click.option("--faults", default=20, show_default=True, help="How many faults a storm has.")
 @click.option("--dry-run", is_flag=True, help="Print what was understood, and do nothing.")
 def run(
     config: Path | None,
@@ -27,6 +30,8 @@ def run(
     out: Path | None,
     seed: int | None,
     resume: Path | None,
+    chaos: str | None,
+    faults: int,
     dry_run: bool,
 ) -> None:
     """Run a whole RL job on this machine: trainer, replicas, gateway and all.
@@ -44,6 +49,9 @@ def run(
             click.echo(asked.model_dump_json(indent=2))
             return
         folder = Folder.make(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"), asked)
+    if chaos is not None:
+        click.echo(f"holdfast: run {folder.run} in {folder.path}, under {chaos}")
+        raise SystemExit(drive(folder, chaos, seed=folder.config.seed, faults=faults))
     with folder.held():
         click.echo(f"holdfast: run {folder.run} in {folder.path}")
         supervisor = Supervisor(

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast import events, ledger
+from holdfast import events, faults, ledger
 from holdfast.errors import Exists, HoldfastError, NotFound
 from holdfast.gateway.serve import Part, reserve
 from holdfast.jobs.accounts import Accounts
@@ -32,6 +32,8 @@ from holdfast.transfer import shm
 
 __all__ = ["Supervisor"]
 
+FAULTS = "HOLDFAST_RUN_FAULTS"
+"""Fault points that are armed in the parts of a run: see `holdfast.faults`."""
 _POLL_S = 0.05
 _POISON = 50
 """Deaths after which an operation is given up: kills on purpose must not add up to that."""
@@ -79,6 +81,7 @@ class Supervisor:
 
     def _work(self) -> RunDone | None:
         folder = self._folder
+        _arm(folder)
         base = base_directory(folder)
         known = asyncio.run(_prepare(folder))
         with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
@@ -131,6 +134,14 @@ class Supervisor:
         if not self._folder.config.store:
             with contextlib.suppress(NotFound):
                 shm.remove(self._folder.run)
+
+
+def _arm(folder: Folder) -> None:
+    """Give the parts a plan of fault points, if there is one. Not for this process itself."""
+    plan = os.environ.pop(FAULTS, "")
+    if plan:
+        os.environ[faults.PLAN_VARIABLE] = plan
+        os.environ[faults.LOG_VARIABLE] = str(folder.path / "faults.jsonl")
 
 
 async def _prepare(folder: Folder) -> Any:

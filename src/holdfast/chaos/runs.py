@@ -1,0 +1,241 @@
+"""Carries a plan out on a run: `python -m holdfast.chaos.runs DIR --plan TEXT --seed N`.
+
+A process of its own, beside the run. It follows the run's events to know which step is being
+trained, does what the plan says when its moment has come, and tells of it in the same folder.
+What the fault points do is armed by whoever starts the run; here it is only told.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from holdfast import events
+from holdfast.chaos import strikes
+from holdfast.chaos.plan import Clause, parse, storm
+from holdfast.chaos.victims import find
+from holdfast.errors import HoldfastError
+
+__all__ = ["main"]
+
+_LOOK_S = 0.05
+_FIND_S = 20.0
+"""How long to wait for a victim that is just being started again."""
+
+
+class Struck(events.Event, frozen=True, tag="chaos.struck"):
+    """A fault was made."""
+
+    labels = ("action",)
+
+    clause: str
+    target: str
+    victim: int
+    """Its process id; 0 where it is none."""
+    action: str
+    step: int
+    """The step that was being trained."""
+    point: str = ""
+
+
+class Healed(events.Event, frozen=True, tag="chaos.healed"):
+    """The next step after a fault is trained."""
+
+    clause: str
+    target: str
+    seconds: float
+
+
+class Missed(events.Event, frozen=True, tag="chaos.missed"):
+    """A fault could not be made."""
+
+    clause: str
+    reason: str
+
+
+class _Told(msgspec.Struct):
+    type: str
+    at: float = 0.0
+    step: int = 0
+    point: str = ""
+    pid: int = 0
+
+
+class Tale:
+    """What the orchestrator has told so far: which step is being trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths = [folder / "events" / "orchestrator.jsonl", folder / "faults.jsonl"]
+        self._places = dict.fromkeys(self._paths, 0)
+        self.step = 0
+        self.trained: list[tuple[int, float]] = []
+        self.fired: list[_Told] = []
+
+    def read(self) -> None:
+        """Read on."""
+        for told in self._new():
+            if told.type == "step.committed":
+                self.step = max(self.step, told.step)
+            elif told.type == "step.trained":
+                self.trained.append((told.step, told.at))
+            elif told.type == "fault.fired":
+                self.fired.append(told)
+
+    def _new(self) -> Iterator[_Told]:
+        for path in self._paths:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(self._places[path])
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._places[path] += len(line)
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        yield msgspec.json.decode(line, type=_Told)
+
+
+class Chaos:
+    """One plan, being carried out."""
+
+    def __init__(self, folder: Path, clauses: tuple[Clause, ...], seed: int) -> None:
+        self._folder = folder
+        self._clauses = clauses
+        self._luck = random.Random(f"{seed}/chaos")
+        self._tale = Tale(folder)
+        self._began = time.monotonic()
+        self._open: list[tuple[Clause, float]] = []
+        self._told_points = 0
+
+    async def run(self) -> None:
+        """Until everything of the plan is done, and healed."""
+        strikes_to_come = [asyncio.create_task(self._strike(one)) for one in self._clauses]
+        try:
+            while any(not task.done() for task in strikes_to_come) or self._open:
+                self._follow()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for task in strikes_to_come:
+                task.cancel()
+            await asyncio.gather(*strikes_to_come, return_exceptions=True)
+
+    def _follow(self) -> None:
+        tale = self._tale
+        tale.read()
+        for fired in tale.fired[self._told_points :]:
+            clause = next((one for one in self._clauses if one.point == fired.point), None)
+            if clause is not None:
+                self._tell(clause, fired.pid, at=fired.at)
+        self._told_points = len(tale.fired)
+        for clause, at in list(self._open):
+            after = [when for _, when in tale.trained if when > at]
+            if after:
+                self._open.remove((clause, at))
+                seconds = round(min(after) - at, 3)
+                events.emit(Healed(clause=str(clause), target=clause.target, seconds=seconds))
+
+    def _tell(self, clause: Clause, victim: int, at: float | None = None) -> None:
+        events.emit(
+            Struck(
+                clause=str(clause),
+                target=clause.target,
+                victim=victim,
+                action=clause.action,
+                step=self._tale.step,
+                point=clause.point,
+            )
+        )
+        self._open.append((clause, time.time() if at is None else at))
+
+    async def _strike(self, clause: Clause) -> None:
+        if clause.point:
+            while not any(one.point == clause.point for one in self._tale.fired):  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+            return
+        while not self._is_due(clause):  # noqa: ASYNC110 -- another process's progress
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(clause.delay_s)
+        try:
+            await self._act(clause)
+        except (HoldfastError, OSError) as error:
+            events.emit(Missed(clause=str(clause), reason=str(error)[:500]))
+
+    def _is_due(self, clause: Clause) -> bool:
+        if clause.step:
+            return self._tale.step >= clause.step
+        return time.monotonic() - self._began >= clause.at_s
+
+    async def _act(self, clause: Clause) -> None:
+        match clause.action:
+            case "cut":
+                self._tell(clause, 0)
+                await strikes.cut(self._folder / "ledger.db", clause.length_s)
+            case "full":
+                self._tell(clause, 0)
+                await strikes.fill(self._folder, clause.length_s)
+            case "corrupt":
+                strikes.corrupt(_store(self._folder), self._luck)
+                self._tell(clause, 0)
+            case _:
+                await self._hurt(clause)
+
+    async def _hurt(self, clause: Clause) -> None:
+        until = time.monotonic() + _FIND_S
+        while time.monotonic() < until:
+            victim = find(self._folder, clause.target)
+            if victim is not None:
+                self._tell(clause, victim.pid)
+                if await strikes.hurt(victim, clause.target, pause_s=clause.length_s):
+                    return
+                self._open.pop()
+            await asyncio.sleep(_LOOK_S)
+        events.emit(Missed(clause=str(clause), reason=f"there was no {clause.target}"))
+
+
+class _Run(msgspec.Struct):
+    run: str
+
+
+def _store(folder: Path) -> Path:
+    run = msgspec.json.decode((folder / "run.json").read_bytes(), type=_Run).run
+    return Path("/dev/shm") / f"holdfast-{os.geteuid()}" / run  # noqa: S108 -- as the store has it
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--plan", "text", default="storm", help="Clauses, a file with them, or 'storm'.")
+@click.option("--steps", default=100, help="How long the run is; for a storm.")
+@click.option("--faults", "count", default=20, help="How many faults a storm has.")
+@click.option("--seed", default=0)
+@click.option("--points", is_flag=True, help="Only print what HOLDFAST_FAULTS has to be for it.")
+def main(folder: Path, text: str, steps: int, count: int, seed: int, points: bool) -> None:
+    """Carry a plan out on the run in FOLDER."""
+    try:
+        clauses = read_plan(text, steps, count, seed)
+    except HoldfastError as error:
+        click.echo(f"holdfast: {error}", err=True)
+        sys.exit(error.exit_code)
+    if points:
+        click.echo(";".join(f"{one.point}:kill@{one.hit}!" for one in clauses if one.point))
+        return
+    (folder / "events").mkdir(parents=True, exist_ok=True)
+    events.configure(folder / "events" / "chaos.jsonl", process="chaos")
+    asyncio.run(Chaos(folder, clauses, seed).run())
+
+
+def read_plan(text: str, steps: int, count: int, seed: int) -> tuple[Clause, ...]:
+    """A plan by its text, by the name of a file, or a storm."""
+    if text == "storm":
+        return storm(seed, steps, faults=count)
+    if "@" not in text and Path(text).is_file():
+        return parse(Path(text).read_text())
+    return parse(text)
+
+
+if __name__ == "__main__":
+    main()
