@@ -26,6 +26,7 @@ _LEFT = 141  # what a shell reports for a program that SIGPIPE has ended
 _COMMANDS = {
     "accounts": ("holdfast.gateway.commands", "accounts", "Make and revoke API keys."),
     "chaos": ("holdfast.chaos.commands", "chaos", "Break things on purpose, by seed."),
+    "check": ("holdfast.check.commands", "check", "Check a run's promises from its event logs."),
     "doctor": ("holdfast.doctor", "doctor", "Check this machine and a configuration."),
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
     "jobs": ("holdfast.jobs.commands", "jobs", "Create trainer jobs, and look after them."),

@@ -53,7 +53,7 @@ __all__ = [
     "unconfigure",
 ]
 
-MAX_LINE_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
 _LABEL_CHARS = 100
 _OTHER = "other"
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")

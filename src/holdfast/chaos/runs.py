@@ -43,6 +43,7 @@ class Struck(events.Event, frozen=True, tag="chaos.struck"):
     step: int
     """The step that was being trained."""
     point: str = ""
+    """The fault point, or what was damaged."""
 
 
 class Healed(events.Event, frozen=True, tag="chaos.healed"):
@@ -139,7 +140,9 @@ class Chaos:
                 seconds = round(min(after) - at, 3)
                 events.emit(Healed(clause=str(clause), target=clause.target, seconds=seconds))
 
-    def _tell(self, clause: Clause, victim: int, at: float | None = None) -> None:
+    def _tell(
+        self, clause: Clause, victim: int, *, at: float | None = None, point: str = ""
+    ) -> None:
         events.emit(
             Struck(
                 clause=str(clause),
@@ -147,7 +150,7 @@ class Chaos:
                 victim=victim,
                 action=clause.action,
                 step=self._tale.step,
-                point=clause.point,
+                point=clause.point or point,
             )
         )
         self._open.append((clause, time.time() if at is None else at))
@@ -179,8 +182,8 @@ class Chaos:
                 self._tell(clause, 0)
                 await strikes.fill(self._folder, clause.length_s)
             case "corrupt":
-                strikes.corrupt(_store(self._folder), self._luck)
-                self._tell(clause, 0)
+                what = strikes.corrupt(_store(self._folder), self._luck)
+                self._tell(clause, 0, point=what)
             case _:
                 await self._hurt(clause)
 

@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import errno
+import mmap
 import os
 import random
 import sqlite3
 from pathlib import Path
 
+import numpy as np
+
+from holdfast import transfer
 from holdfast.chaos.processes import Action, Identity, Outcome, carry_out
 from holdfast.errors import Mistake
 
@@ -45,21 +49,26 @@ async def cut(ledger: Path, length_s: float) -> None:
 
 
 def corrupt(store: Path, luck: random.Random) -> str:
-    """Flip one bit in a segment of shared memory; tells which."""
-    segments = sorted(path for path in store.glob("s[0-9]*-[0-9]*"))
-    if not segments:
-        raise Mistake("`store: corrupt` needs a store in shared memory, with something in it")
-    path = luck.choice(segments)
-    with path.open("r+b") as file:
-        used = [at for at, byte in enumerate(file.read(_CHUNK)) if byte]
-        if not used:
-            return f"{path.name} is empty"
-        place = luck.choice(used)
-        file.seek(place)
-        byte = file.read(1)[0] ^ (1 << luck.randrange(8))
-        file.seek(place)
-        file.write(bytes([byte]))
-    return f"{path.name} at {place}"
+    """Flip one bit of a value that lies in shared memory, as a bad memory chip does; says which.
+
+    Of a value, not of what the store keeps about values: a store that has lost its own books
+    cannot know what it has lost.
+    """
+    with transfer.connect(f"shm://{store.name}") as opened:
+        keys = [one.key for one in opened.scan()]
+        if not keys:
+            raise Mistake("`store: corrupt` needs a store with something in it")
+        key = luck.choice(sorted(keys))
+        value = np.asarray(opened.get([key])[key])
+    data = value.tobytes()
+    for path in sorted(store.glob("s[0-9]*-[0-9]*")):
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            at = memory.find(data)
+            if at >= 0:
+                place = at + luck.randrange(len(data))
+                memory[place] ^= 1 << luck.randrange(8)
+                return f"{key}, byte {place - at}"
+    raise Mistake(f"{key} was gone before it could be damaged")
 
 
 async def fill(folder: Path, length_s: float) -> None:

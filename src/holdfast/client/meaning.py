@@ -84,8 +84,10 @@ _SUBMITS: Final = frozenset(
         "create_session",
         "forward",
         "forward_backward",
+        "forward_backward_references",
         "load_weights",
         "optim_step",
+        "publish_weights",
         "save_weights",
         "save_weights_for_sampler",
         "unload_model",
@@ -170,6 +172,7 @@ def _class_of(status: int) -> type[HoldfastError]:
         404: NotFound,
         409: Conflict,
         410: Gone,
+        424: NotFound,
     }
     return known.get(status, Mistake)
 

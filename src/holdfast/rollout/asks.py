@@ -24,6 +24,8 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     count: int
     temperature: float
+    repair: bool = False
+    """Whether its samples are in the queue, but their values are damaged or gone."""
 
 
 class Answer(msgspec.Struct, frozen=True):

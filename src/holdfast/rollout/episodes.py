@@ -96,9 +96,13 @@ async def play(
     encode: Callable[[str], list[int]],
     decode: Callable[[Sequence[int]], str],
     seed: int,
+    begin: Sequence[int] = (),
     executor: Executor | None = None,
 ) -> list[Episode]:
-    """Play `count` episodes of a task. `speak` runs in `executor`, or in a thread of asyncio's."""
+    """Play `count` episodes of a task. `speak` runs in `executor`, or in a thread of asyncio's.
+
+    `begin` are the tokens before the prompt, where a model wants some.
+    """
 
     async def ask(tokens: Sequence[int], samples: int, its_seed: int) -> list[Said]:
         loop = asyncio.get_running_loop()
@@ -109,7 +113,7 @@ async def play(
 
     if count < 1 or max_turns < 1:
         raise Mistake(f"count is {count} and max_turns {max_turns}: both must be 1 or more")
-    prompt = encode(task.prompt)
+    prompt = [*begin, *encode(task.prompt)]
     drafts = [_Draft(prompt) for _ in range(count)]
     for draft, said in zip(drafts, await ask(prompt, count, seed), strict=True):
         draft.say(said, decode)

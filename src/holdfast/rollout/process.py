@@ -19,7 +19,7 @@ from holdfast.errors import Mistake
 from holdfast.ledger.records import Record, load
 from holdfast.rollout.app import App
 from holdfast.rollout.asks import QUEUE, TASKS
-from holdfast.rollout.environments import Judge, load_environment
+from holdfast.rollout.environments import Judge
 from holdfast.rollout.replica import Replica
 from holdfast.transfer.queue import Queue
 from holdfast.weights import Subscriber
@@ -70,7 +70,6 @@ async def serve(settings: ReplicaSettings) -> None:
         device=settings.device,
         threads=settings.threads,
     )
-    environment = load_environment(settings.environment, settings.options)
     async with contextlib.AsyncExitStack() as stack:
         listening = stack.enter_context(socket.create_server((settings.host, 0)))
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
@@ -81,6 +80,7 @@ async def serve(settings: ReplicaSettings) -> None:
         )
         judge = Judge(settings.environment, settings.options, limit_s=settings.limit_s)
         stack.push_async_callback(judge.close)
+        limits = await judge.limits()
         subscriber = await stack.enter_async_context(
             Subscriber(
                 settings.weights,
@@ -98,9 +98,10 @@ async def serve(settings: ReplicaSettings) -> None:
             sampler,
             subscriber,
             queue,
+            store,
             judge,
-            max_tokens=settings.max_tokens or environment.max_tokens,
-            max_turns=environment.max_turns,
+            max_tokens=settings.max_tokens or limits.max_tokens,
+            max_turns=limits.max_turns,
         )
         await _listen(App(replica, settings.token), listening, stop)
 

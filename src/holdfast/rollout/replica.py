@@ -10,11 +10,12 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from holdfast import events, faults
-from holdfast.errors import Mistake, Unavailable
+from holdfast.errors import Corrupt, Mistake, Unavailable
 from holdfast.rollout.asks import Answer, Ask, keys_of
 from holdfast.rollout.environments import Judge, Spoilt
 from holdfast.rollout.episodes import play
@@ -24,7 +25,8 @@ from holdfast.rollout.samples import items_of
 
 if TYPE_CHECKING:
     from holdfast.rollout.sampler import Sampler
-    from holdfast.transfer.queue import Queue
+    from holdfast.transfer import Store
+    from holdfast.transfer.queue import Item, Queue
     from holdfast.weights import Subscriber
 
 __all__ = ["Replica"]
@@ -48,6 +50,7 @@ class Replica:
         sampler: "Sampler",
         subscriber: "Subscriber",
         queue: "Queue",
+        store: "Store",
         judge: Judge,
         *,
         max_tokens: int,
@@ -57,6 +60,7 @@ class Replica:
         self._sampler = sampler
         self._subscriber = subscriber
         self._queue = queue
+        self._store = store
         self._judge = judge
         self._max_tokens = max_tokens
         self._max_turns = max_turns
@@ -119,19 +123,31 @@ class Replica:
             encode=sampler.encode,
             decode=sampler.decode,
             seed=ask.seed,
+            begin=sampler.first_token,
             executor=self._thread,
         )
         scores = await self._judge.scores(task, [(one.turns, one.pieces) for one in episodes])
         await faults.apoint(MADE)
         keys: tuple[str, ...] = ()
         if ask.purpose == "train":
-            await self._queue.put(items_of(ask, episodes, scores))
+            items = items_of(ask, episodes, scores)
+            await (self._repair(items) if ask.repair else self._queue.put(items))
             keys = tuple(keys_of(ask.step, ask.group, ask.count))
         return Answer(
             keys,
             reward=sum(one.reward for one in scores) / len(scores),
             exact=sum(one.exact for one in scores) / len(scores),
         )
+
+    async def _repair(self, items: "Sequence[Item]") -> None:
+        """Put values where they were: made again, they are the same."""
+        for item in items:
+            (sample,) = await self._queue.samples([item.key])
+            for field, value in item.fields.items():
+                was = sample.fields[field]
+                now = await self._store.aput({was.key: value}, generation=was.generation)
+                if now[was.key].checksum != was.checksum:
+                    raise Corrupt(f"{item.key}: {field} came out differently", key=was.key)
 
     async def _have(self, version: int) -> None:
         """Have a version in memory, and in the book as ours."""

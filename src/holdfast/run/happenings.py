@@ -11,6 +11,7 @@ __all__ = [
     "Evaluated",
     "PartDied",
     "PartStarted",
+    "Repaired",
     "Trained",
 ]
 
@@ -99,6 +100,13 @@ class Dropped(Event, frozen=True, tag="group.dropped"):
 
     step: int
     group: int
+    reason: str
+
+
+class Repaired(Event, frozen=True, tag="step.repaired"):
+    """Values of a step's samples were damaged or gone, and are made again."""
+
+    step: int
     reason: str
 
 

@@ -25,12 +25,19 @@ import numpy as np
 
 from holdfast import events, faults
 from holdfast.client import Client
-from holdfast.errors import HoldfastError, Mistake, NotFound, Retriable
-from holdfast.rollout.asks import TASK, keys_of
+from holdfast.errors import BatchFailed, Fenced, HoldfastError, Mistake, NotFound, Retriable
+from holdfast.rollout.asks import TASK, Ask, keys_of
 from holdfast.run import plan
 from holdfast.run.advantages import advantages
 from holdfast.run.config import Config
-from holdfast.run.happenings import Acknowledged, Committed, Dropped, Evaluated, Trained
+from holdfast.run.happenings import (
+    Acknowledged,
+    Committed,
+    Dropped,
+    Evaluated,
+    Repaired,
+    Trained,
+)
 from holdfast.run.metrics import Metrics
 from holdfast.run.pool import Pool
 from holdfast.run.records import Drop, EvalDone, ModelRecord, RunDone, StepDone, StepRecord
@@ -48,6 +55,7 @@ FINISHED = faults.declare("run.step.done", "a step is done on record, nothing ac
 _CLAIM_S = 60.0
 _HEARTBEAT_S = 30.0
 _FINAL = "final"
+_REPAIRS = 3
 
 
 class Orchestrator:
@@ -137,20 +145,12 @@ class Orchestrator:
         """Have a group made; returns its samples, none if the step goes without it."""
         rollout = self._config.rollout
         keys = keys_of(step, group, rollout.samples)
+        if await self._steps.read(self._steps.keys.drop(step, group), Drop) is not None:
+            return []
         with contextlib.suppress(NotFound):
             await self._queue.samples(keys)
             return keys  # somebody had it made before
-        if await self._steps.read(self._steps.keys.drop(step, group), Drop) is not None:
-            return []
-        ask = plan.train_ask(
-            self._config.seed,
-            step,
-            group,
-            lag=rollout.lag,
-            count=rollout.samples,
-            temperature=rollout.temperature,
-        )
-        answer = await self._pool.make(ask)
+        answer = await self._pool.make(self._ask(step, group))
         if not answer.spoilt:
             return keys
         drop = Drop(reason=answer.spoilt)
@@ -169,11 +169,9 @@ class Orchestrator:
         numbers = plan.numbers(step)
         record = await self._commit(step, batch, numbers)
         await faults.apoint(COMMITTED)
-        if record.keys:
-            data = await self._data(batch, record)
-            loss, norm = await self._learn(data, numbers)
-        else:
+        if not record.keys:
             raise Mistake(f"step {step}: every group was dropped; look at its environment")
+        loss, norm = await self._learn_surely(step, batch, record, numbers)
         published = await self._publish(step, numbers.publish)
         mine = StepDone(content=published, loss=loss, grad_norm=norm)
         done, _ = await self._steps.once(self._steps.keys.done(step), mine)
@@ -181,9 +179,11 @@ class Orchestrator:
             raise HoldfastError(f"step {step} has come out differently before: {done}, {mine}")
         await faults.apoint(FINISHED)
         await self._tell(step, record, done)
-        await batch.acknowledge()
-        await self._release(batch)
-        events.emit(Acknowledged(step=step, keys=record.keys))
+        try:
+            await batch.acknowledge()
+            events.emit(Acknowledged(step=step, keys=record.keys))
+        except Fenced:  # we were away for longer than our lease, and may claim them again
+            await self._acknowledge(step, record.keys)
 
     async def _commit(self, step: int, batch: Batch, numbers: plan.Numbers) -> StepRecord:
         rollout = self._config.rollout
@@ -233,6 +233,33 @@ class Orchestrator:
                 data.append(_datum(batch.samples[at], weights))
         assert len(data) == len(record.keys)
         return data
+
+    async def _learn_surely(
+        self, step: int, batch: Batch, record: StepRecord, numbers: plan.Numbers
+    ) -> tuple[float, float]:
+        """Have it learnt; samples that are damaged or gone are made again."""
+        for _ in range(_REPAIRS):
+            try:
+                return await self._learn(await self._data(batch, record), numbers)
+            except (BatchFailed, NotFound) as error:
+                events.emit(Repaired(step=step, reason=str(error)[:500]))
+                groups = set(range(self._config.rollout.groups)) - set(record.dropped)
+                async with asyncio.TaskGroup() as work:
+                    for group in sorted(groups):
+                        work.create_task(self._pool.make(self._ask(step, group, repair=True)))
+        return await self._learn(await self._data(batch, record), numbers)
+
+    def _ask(self, step: int, group: int, *, repair: bool = False) -> Ask:
+        rollout = self._config.rollout
+        return plan.train_ask(
+            self._config.seed,
+            step,
+            group,
+            lag=rollout.lag,
+            count=rollout.samples,
+            temperature=rollout.temperature,
+            repair=repair,
+        )
 
     async def _learn(
         self, data: list[dict[str, Any]], numbers: plan.Numbers
@@ -286,9 +313,6 @@ class Orchestrator:
             batch = await self._claim(keys)
             await batch.acknowledge()
             events.emit(Acknowledged(step=step, keys=tuple(keys)))
-
-    async def _release(self, batch: Batch) -> None:
-        await batch.release()
 
     async def _tell(self, step: int, record: StepRecord, done: StepDone) -> None:
         now = time.monotonic()

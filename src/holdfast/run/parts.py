@@ -96,5 +96,5 @@ def parts_of(folder: Folder, base: Path, known: Secrets, port: int) -> list[Part
 def _trainer(folder: Folder, base: Path) -> str:
     train = folder.config.train
     given = ["--model", f"{_BASE}={base}", "--store", folder.store]
-    given += ["--ranks", str(train.ranks)] if train.ranks > 1 else []
+    given += ["--ranks", str(train.ranks), "--spares", str(train.spares)]
     return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])

@@ -43,7 +43,14 @@ def save_number(steps: int) -> int:
 
 
 def train_ask(
-    seed: int, step: int, group: int, *, lag: int, count: int, temperature: float
+    seed: int,
+    step: int,
+    group: int,
+    *,
+    lag: int,
+    count: int,
+    temperature: float,
+    repair: bool = False,
 ) -> Ask:
     """A group of a step."""
     return Ask(
@@ -55,6 +62,7 @@ def train_ask(
         seed=seed_of("sample", seed, step, group),
         count=count,
         temperature=temperature,
+        repair=repair,
     )
 
 

@@ -35,6 +35,8 @@ __all__ = ["Supervisor"]
 FAULTS = "HOLDFAST_RUN_FAULTS"
 """Fault points that are armed in the parts of a run: see `holdfast.faults`."""
 _POLL_S = 0.05
+_FAILURES = 5
+_WORDS = 400
 _POISON = 50
 """Deaths after which an operation is given up: kills on purpose must not add up to that."""
 
@@ -50,6 +52,8 @@ class Supervisor:
         self._parts: list[Part] = []
         self._lives: dict[str, int] = {}
         self._born: dict[str, tuple[int, float]] = {}
+        self._failures = (0, 0)
+        """The last step that was done, and how often the orchestrator failed since."""
 
     def run(self) -> RunDone | None:
         """Go on until the run is done, or Ctrl-C; None if it is not done."""
@@ -106,12 +110,22 @@ class Supervisor:
                 lived_s = round(time.monotonic() - since, 3)
                 events.emit(PartDied(part=part.name, child=child, code=code, lived_s=lived_s))
                 if code > 0:
-                    self._say(f"{part.name} ended with code {code}{part.last_words}")
+                    self._say(f"{part.name} ended with code {code}{part.last_words[:_WORDS]}")
+                if part.name == ORCHESTRATOR and code == 1:
+                    self._count_failure(part.last_words)
             elif part.pid and part.name not in self._born:
                 life = self._lives[part.name] = self._lives.get(part.name, 0) + 1
                 self._born[part.name] = (part.pid, time.monotonic())
                 events.emit(PartStarted(part=part.name, child=part.pid, life=life))
         return False
+
+    def _count_failure(self, words: str) -> None:
+        """Give up when the orchestrator says again and again, at one step, that it cannot."""
+        step = asyncio.run(_state(self._folder))[0]
+        count = self._failures[1] + 1 if step == self._failures[0] else 1
+        self._failures = step, count
+        if count >= _FAILURES:
+            raise HoldfastError(f"step {step + 1} cannot be done{words[:_WORDS]}")
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._stop:

@@ -25,6 +25,7 @@ from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
 from holdfast.procs import die_with_parent
+from holdfast.trainer import nodes as nodes_of
 
 if TYPE_CHECKING:
     from holdfast.trainer.compute import TorchCompute
@@ -76,6 +77,9 @@ class Spec(msgspec.Struct, frozen=True):
     "--ranks", default=1, show_default=True, help="Processes that compute, under holdfast launch."
 )
 @click.option(
+    "--spares", default=0, show_default=True, help="Nodes that wait to take a dead one's rank."
+)
+@click.option(
     "--store", default="", help="Where batches by reference are fetched from: shm://NAME, …"
 )
 @click.option("--host", envvar="HOST", default="127.0.0.1", show_default=True)
@@ -87,6 +91,7 @@ def main(
     threads: int,
     fast: bool,
     ranks: int,
+    spares: int,
     store: str,
     host: str,
     port: int,
@@ -96,16 +101,18 @@ def main(
     if not is_worker:
         die_with_parent(os.getppid())
     try:
-        if ranks > 1 and not is_worker:
-            _launch(ranks)
+        if (ranks > 1 or spares) and not is_worker:
+            _launch(ranks, spares, folder)
         _serve(folder, _models(models, folder), device, threads, not fast, store, host, port)
     except HoldfastError as error:
         click.echo(f"holdfast: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)
 
 
-def _launch(ranks: int) -> NoReturn:
-    """Become the agent of several ranks. They are this program again, one process each.
+def _launch(ranks: int, spares: int, folder: Path) -> NoReturn:
+    """Become the agent of several ranks, or, with spares, who looks after one agent each.
+
+    The ranks are this program again, one process each.
 
     An agent's records are named by the epoch: nothing of an older incarnation counts. How
     often ranks may fail is not its business: the control plane has a budget.
@@ -113,12 +120,19 @@ def _launch(ranks: int) -> NoReturn:
     who = Incarnation.from_env()
     os.environ[JOB_RUN] = who.run
     name = f"{who.run}.{who.account}.{who.job}.{who.epoch}"
-    given = ["--run", name, "--nproc-per-node", str(ranks), "--grace", "3"]
+    logs = folder / who.account / who.job / "launch"
+    given = ["--run", name, "--grace", "3", "--log-dir", str(logs)]
     given += ["--max-restarts", "1000", "--last-call", "0"]
     given += [word for module in PRELOAD for word in ("--preload", module)]
-    given += ["-m", "holdfast.trainer"]
-    argv = [sys.executable, "-m", "holdfast", "launch", *given, *sys.argv[1:]]
-    os.execv(sys.executable, argv)  # noqa: S606 -- the same interpreter
+    program = ["-m", "holdfast.trainer", *sys.argv[1:]]
+    start = [sys.executable, "-m", "holdfast", "launch", *given]
+    if not spares:
+        argv = [*start, "--nproc-per-node", str(ranks), *program]
+        os.execv(sys.executable, argv)  # noqa: S606 -- the same interpreter
+    most = ranks + spares
+    start += ["--nnodes", f"{ranks}:{most}", "--spares", str(spares), "--lease", "2"]
+    nodes = [[*start, "--node-name", f"n{at}", *program] for at in range(most)]
+    sys.exit(nodes_of.keep(nodes))
 
 
 def _models(given: tuple[str, ...], folder: Path) -> dict[str, Path]:

@@ -1,0 +1,61 @@
+"""What all other rules rest on: the logs are whole.
+
+Relied upon: a line is one write; a life that begins cuts off what its predecessor left torn; `seq`
+counts from 1 in every life, and what was dropped for want of room is told as `events.dropped`.
+What a life had not written yet when it was killed (a full disk) leaves no trace.
+"""
+
+from holdfast.check.history import SLACK_S, Entry, History, Life
+from holdfast.check.schema import LinesDropped, Record
+from holdfast.check.verdict import Result, rule
+
+__all__ = ["RULES"]
+
+
+@rule("logs.lines", 0, "every line but the last is a whole event")
+def lines(history: History) -> Result:
+    """Tell what could not be read."""
+    result = Result(checked=len(history.entries) + len(history.flaws))
+    for flaw in history.flaws:
+        result.find(flaw.reason, flaw)
+    return result
+
+
+@rule("logs.seq", 0, "no event is missing that was not told as dropped")
+def seq(history: History) -> Result:
+    """Count along every life; lines that could not be read count as what they stand for."""
+    result = Result()
+    torn = {flaw.place for flaw in history.flaws}
+    expected: dict[Life, int] = {}
+    last: dict[str, Entry[Record]] = {}
+    for one in history.entries:
+        result.checked += 1
+        event, due = one.event, expected.get(one.life, 1)
+        before = last.get(one.file)
+        since = before.line if before else 0
+        unread = sum(f"{one.file}:{at}" in torn for at in range(since + 1, one.line))
+        if not due <= event.seq <= due + unread:
+            result.find(f"event {event.seq} where {due} was due", one)
+        size = event.count if isinstance(event, LinesDropped) else 1
+        expected[one.life] = event.seq + size
+        last[one.file] = one
+    return result
+
+
+@rule("logs.clock", 0, "within a life the clock does not go back")
+def clock(history: History) -> Result:
+    """Compare the time of every event with the latest before it, in one life."""
+    result = Result()
+    latest: dict[Life, Entry[Record]] = {}
+    for one in history.entries:
+        result.checked += 1
+        before = latest.setdefault(one.life, one)
+        back_s = before.event.at - one.event.at
+        if back_s > SLACK_S:
+            result.find(f"the clock went back by {back_s:.1f} s", before, one)
+        if back_s < 0 or back_s > SLACK_S:
+            latest[one.life] = one
+    return result
+
+
+RULES = (lines, seq, clock)

@@ -1,0 +1,126 @@
+"""Promise 6: replicas serve what was published, and what they have loaded.
+
+Relied upon: the operation that publishes version v is number 3v + 1, told as applied before its
+result counts; the step that made the weights was told before that; a replica tells that it has a
+version before it makes anything with it, in the same file. A version whose trainer died between
+the ledger and its log may be loaded before anybody tells of it: so only the newest one may be
+unexplained, and only while the run goes on. `weights.published` is not read: it does not say of
+which channel, and checkpoints are versions too.
+"""
+
+from collections import Counter, defaultdict
+
+from holdfast.check.history import SLACK_S, Entry, History, Life
+from holdfast.check.schema import (
+    RolloutLoaded,
+    RolloutMade,
+    StepCommitted,
+    StepTrained,
+    TrainerApplied,
+)
+from holdfast.check.verdict import Result, rule
+
+__all__ = ["RULES"]
+
+
+@rule("weights.published", 6, "what a replica loads was trained and published")
+def published(history: History) -> Result:
+    """Compare loads with what trainers have applied."""
+    result = Result()
+    if lost := history.lost(TrainerApplied):
+        return Result(unchecked=f"{lost} events were lost")
+    first: dict[int, Entry[TrainerApplied]] = {}
+    for one in history.of(TrainerApplied):
+        if one.event.number not in first or one.event.at < first[one.event.number].event.at:
+            first[one.event.number] = one
+    newest = max(first, default=-1)
+    for load in history.of(RolloutLoaded):
+        result.checked += 1
+        version = load.event.version
+        publish = first.get(3 * version + 1)
+        if publish is not None and publish.event.kind == "publish_weights":
+            made = first.get(3 * version)
+            if made is not None and load.event.at + SLACK_S < made.event.at:
+                says = f"version {version} was loaded before its step was trained"
+                result.find(says, load, made, step=version)
+        elif history.finished or newest > 3 * version + 1:
+            says = f"version {version} was loaded and never published"
+            result.find(says, load, step=version)
+    return result
+
+
+@rule("weights.content", 6, "a version has one content, whoever speaks of it")
+def content(history: History) -> Result:
+    """Compare the hashes of every version."""
+    result = Result()
+    said: dict[int, list[tuple[str, Entry[RolloutLoaded] | Entry[StepTrained]]]]
+    said = defaultdict(list)
+    for trained in history.of(StepTrained):
+        said[trained.event.version].append((trained.event.content, trained))
+    for load in history.of(RolloutLoaded):
+        said[load.event.version].append((load.event.content, load))
+    for version, all in sorted(said.items()):
+        result.checked += len(all)
+        seen: dict[str, Entry[RolloutLoaded] | Entry[StepTrained]] = {}
+        for one, entry in all:
+            seen.setdefault(one, entry)
+        if len(seen) > 1:
+            says = f"version {version} has {len(seen)} contents: {', '.join(seen)}"
+            result.find(says, *seen.values(), step=version)
+    return result
+
+
+@rule("weights.served", 6, "a replica makes groups only with a version that it has loaded")
+def served(history: History) -> Result:
+    """Follow every life of every replica."""
+    result = Result()
+    if lost := history.lost(RolloutLoaded):
+        return Result(unchecked=f"{lost} events were lost")
+    loaded: dict[tuple[Life, int], int] = {}
+    for load in history.of(RolloutLoaded):
+        loaded.setdefault((load.life, load.event.version), load.line)
+    for made in history.of(RolloutMade):
+        result.checked += 1
+        at = loaded.get((made.life, made.event.version))
+        if at is None or at > made.line:
+            says = (
+                f"{made.event.replica} made group {made.event.group} with version "
+                f"{made.event.version}, which it had not loaded in this life"
+            )
+            key = made.event.keys[0] if made.event.keys else None
+            result.find(says, made, step=made.event.step, key=key)
+    return result
+
+
+@rule("weights.version", 6, "which version makes a step's samples is a function of the step")
+def version(history: History) -> Result:
+    """Hold every commit against max(0, step - 1 - lag), with one lag, and evaluations."""
+    result, all = Result(), history.of(StepCommitted)
+    lags = Counter(one.event.step - 1 - one.event.version for one in all if one.event.version)
+    # Nothing but the first version: no step was beyond the lag yet.
+    lag = lags.most_common(1)[0][0] if lags else max((one.event.step for one in all), default=0)
+    for one in all:
+        result.checked += 1
+        step, used, due = one.event.step, one.event.version, max(0, one.event.step - 1 - lag)
+        if used != due:
+            says = f"made with version {used}, and should be with {due} (lag {lag})"
+            result.find(says, one, step=step)
+    for made in history.of(RolloutMade):
+        if made.event.purpose == "eval":
+            result.checked += 1
+            if made.event.version != made.event.step:
+                says = f"evaluated with version {made.event.version}"
+                result.find(says, made, step=made.event.step)
+    return result
+
+
+@rule("weights.kept", 6, "no version is deleted while a replica may load it")
+def kept(_: History) -> Result:
+    """Say why this cannot be seen here."""
+    return Result(
+        unchecked="weights.swept does not say of which channel, so checkpoints and versions "
+        "cannot be told apart"
+    )
+
+
+RULES = (published, content, served, version, kept)

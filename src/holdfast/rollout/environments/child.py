@@ -1,0 +1,77 @@
+"""The process that runs somebody's environment. A judge starts it and asks: see `wire`.
+
+What the environment prints goes to standard error, and standard input is empty for it: the line
+to the judge is kept on descriptors of its own. The process ends when the judge closes that line.
+"""
+
+import os
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from holdfast.errors import Mistake
+from holdfast.rollout.environments.asking import answer, blame
+from holdfast.rollout.environments.base import Environment, limits_of
+from holdfast.rollout.environments.loading import load_environment
+from holdfast.rollout.environments.wire import MAX_LINE_BYTES, Answer, AskLoad, Question
+
+
+def main() -> None:
+    """Answer until the line ends."""
+    questions, answers = _line()
+    environment: Environment | None = None
+    while raw := questions.readline(MAX_LINE_BYTES):
+        question = msgspec.json.decode(raw, type=Question)
+        if isinstance(question.ask, AskLoad):
+            environment, said = _load(question.number, question.ask)
+        else:
+            assert environment is not None, "nothing was loaded"
+            said = _answer(question, environment)
+        answers.write(_encoded(said))
+        answers.flush()
+
+
+def _line() -> tuple[BinaryIO, BinaryIO]:
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - line by line
+    return questions, answers
+
+
+def _load(number: int, ask: AskLoad) -> tuple[Environment | None, Answer]:
+    try:
+        environment = load_environment(ask.name, ask.options)
+        return environment, Answer(number, _raw(limits_of(environment)))
+    except Mistake as error:
+        return None, Answer(number, error=str(error), mistake=type(error).__name__)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's code
+        text = f"environment {ask.name} does not load: {blame(error)}"
+        return None, Answer(number, error=text, mistake="Mistake")
+
+
+def _answer(question: Question, environment: Environment) -> Answer:
+    assert not isinstance(question.ask, AskLoad)
+    try:
+        return Answer(question.number, _raw(answer(environment, question.ask)))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's code
+        return Answer(question.number, error=blame(error))
+
+
+def _raw(result: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(result))
+
+
+def _encoded(said: Answer) -> bytes:
+    data = msgspec.json.encode(said) + b"\n"
+    if len(data) <= MAX_LINE_BYTES:
+        return data
+    text = f"the environment's answer is larger than {MAX_LINE_BYTES >> 20} MiB"
+    return msgspec.json.encode(Answer(said.number, error=text)) + b"\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Environments of the real library `verifiers`, asked by a judge in a process of their own.
+
+Its versions 0.1 load environments, newer ones tasksets: the tests of the other form are skipped.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Mistake
+from holdfast.rollout.environments import Judge, Spoilt
+
+verifiers = pytest.importorskip("verifiers", reason="the package verifiers is not installed")
+OLD = hasattr(verifiers, "load_environment")
+old = pytest.mark.skipif(not OLD, reason="needs verifiers<0.2")
+new = pytest.mark.skipif(OLD, reason="needs verifiers>=0.4")
+
+ENVIRONMENTS = """
+import verifiers as vf
+from datasets import Dataset
+
+ROWS = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(40)]
+
+async def right(completion, answer):
+    return 1.0 if completion[-1]["content"] == answer else 0.25
+
+class Hotter(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        said = messages[-1]["content"]
+        state["tries"] = state.get("tries", 0) + 1
+        if said == "error":
+            raise vf.Error("the environment's own error")
+        if said == state["answer"]:
+            state["final_env_response"] = [{"role": "user", "content": "yes"}]
+            return state["final_env_response"]
+        return [{"role": "user", "content": f"no, that was try {state['tries']}"}]
+
+async def early(state, completion, answer):
+    said = [each["content"] for each in completion if each["role"] == "assistant"]
+    return 1.0 / len(said) if said[-1] == answer else 0.0
+
+def load_environment(kind="single", rows=40, separate=False):
+    data = dict(dataset=Dataset.from_list(ROWS[:rows]))
+    if separate:
+        data["eval_dataset"] = Dataset.from_list(ROWS[:3])
+    if kind == "group":
+        def grouped(completions) -> list[float]:
+            return [0.0 for _ in completions]
+        return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[grouped]), **data)
+    if kind == "single":
+        rubric = vf.Rubric(funcs=[right], weights=[1.0])
+        return vf.SingleTurnEnv(system_prompt="Be brief.", rubric=rubric, **data)
+    return Hotter(rubric=vf.Rubric(funcs=[early]), **data)
+"""
+
+
+TASKSETS = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace):
+        if trace.last_reply == "error":
+            raise ValueError("what is wrong")
+        assert trace.messages[0].content == "Be brief."
+        return 1.0 if trace.last_reply == self.data.answer else 0.25
+
+class Config(vf.TasksetConfig):
+    rows: int = 40
+    kind: str = "plain"
+
+class Looking(Sum):
+    @vf.reward
+    async def looks(self, runtime):
+        return 1.0
+
+class Prepared(Sum):
+    async def setup(self, trace, runtime):
+        pass
+
+class Worthless(vf.Task[Data]):
+    pass
+
+KINDS = {"plain": Sum, "looking": Looking, "prepared": Prepared, "worthless": Worthless}
+
+class Sums(vf.Taskset[Sum, Config]):
+    INFINITE = True
+
+    def load(self):
+        for n in range(self.config.rows):
+            data = Data(prompt=f"What is {n}+{n}?", answer=str(2 * n), system_prompt="Be brief.")
+            yield KINDS[self.config.kind](data, self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environments are a module in the current folder."""
+    (tmp_path / "sums_for_test.py").write_text(ENVIRONMENTS if OLD else TASKSETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+async def judges() -> AsyncIterator[list[Judge]]:
+    made: list[Judge] = []
+    yield made
+    for judge in made:
+        await judge.close()
+
+
+def make(judges: list[Judge], **options: object) -> Judge:
+    judges.append(Judge("verifiers:sums-for-test", options, limit_s=30))
+    return judges[-1]
+
+
+@old
+async def test_single_turn(judges: list[Judge]) -> None:
+    """Its rows are the tasks, its rubric scores; what is held out is never trained on."""
+    judge = make(judges, message="<{role}>{content}\n", opening="<assistant>")
+    limits = await judge.limits()
+    assert (limits.max_tokens, limits.max_turns) == (64, 1)
+    tasks = await judge.tasks(range(200), "train")
+    held = await judge.tasks(range(200), "eval")
+    assert tasks == await judge.tasks(range(200), "train")
+    assert not {task.prompt for task in tasks} & {task.prompt for task in held}
+    task = tasks[0]
+    number = int(task.answer) // 2
+    assert task.prompt == f"<system>Be brief.\n<user>What is {number}+{number}?\n<assistant>"
+    scores = await judge.scores(task, [([task.answer], [task.answer]), (["no"], ["n", "o"])])
+    assert [(score.reward, score.exact) for score in scores] == [(1.0, True), (0.25, False)]
+
+
+@old
+async def test_several_turns(judges: list[Judge]) -> None:
+    """Each question replays the episode: its replies, its end and its score come out right."""
+    judge = make(judges, kind="multi", max_turns=3)
+    assert (await judge.limits()).max_turns == 3
+    (task,) = await judge.tasks([1], "train")
+    assert await judge.reply(task, ["x"]) == "no, that was try 1\n"
+    assert await judge.reply(task, ["x", "y"]) == "no, that was try 2\n"
+    assert await judge.reply(task, ["x", task.answer]) is None
+    (second, never) = await judge.scores(
+        task, [(["x", task.answer], ["x", task.answer]), (["x", "y", "z"], ["x", "y", "z"])]
+    )
+    assert (second.reward, never.reward) == (0.5, 0.0)
+    with pytest.raises(Spoilt, match="own error"):
+        await judge.reply(task, ["error"])
+
+
+@old
+async def test_its_own_evaluation(judges: list[Judge]) -> None:
+    """Where it has a data set for evaluation that one is used, and left out of training."""
+    judge = make(judges, separate=True)
+    answers = {task.answer for task in await judge.tasks(range(60), "eval")}
+    assert answers == {"0", "2", "4"}
+    assert not answers & {task.answer for task in await judge.tasks(range(200), "train")}
+
+
+@old
+async def test_what_does_not_load(judges: list[Judge]) -> None:
+    """Group rewards, options that it does not know and names that are not there are mistakes."""
+    with pytest.raises(Mistake, match="whole groups"):
+        await make(judges, kind="group").limits()
+    with pytest.raises(Mistake, match="colour"):
+        await make(judges, colour="red").limits()
+    judges.append(Judge("verifiers:there-is-none", {}, limit_s=30))
+    with pytest.raises(Mistake, match="there-is-none"):
+        await judges[-1].limits()
+
+
+@new
+async def test_a_taskset(judges: list[Judge]) -> None:
+    """Its tasks are the tasks, their rewards score; a reward that raises spoils the group."""
+    judge = make(judges, rows=30, message="<{role}>{content}\n", opening="<assistant>")
+    tasks = await judge.tasks(range(300), "train")
+    held = await judge.tasks(range(300), "eval")
+    assert not {task.prompt for task in tasks} & {task.prompt for task in held}
+    assert len({task.prompt for task in tasks + held}) == 30
+    task = tasks[0]
+    number = int(task.answer) // 2
+    assert task.prompt == f"<system>Be brief.\n<user>What is {number}+{number}?\n<assistant>"
+    scores = await judge.scores(task, [([task.answer], [task.answer]), (["no"], ["n", "o"])])
+    assert [(score.reward, score.exact) for score in scores] == [(1.0, True), (0.25, False)]
+    with pytest.raises(Spoilt, match="what is wrong"):
+        await judge.scores(task, [(["error"], ["error"])])
+
+
+@new
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"kind": "looking"}, "looks into a sandbox"),
+        ({"kind": "prepared"}, "set-up of its own"),
+        ({"kind": "worthless"}, "has no reward"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+async def test_tasksets_that_need_more(
+    judges: list[Judge], option: dict[str, str], told: str
+) -> None:
+    """What would be worth 0 without a word is refused, and so is an option that it has not."""
+    with pytest.raises(Mistake, match=told):
+        await make(judges, **option).limits()
