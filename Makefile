@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-peers check bench clean
+.PHONY: help run sim test test-long test-peers check bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-run: setup ## The main job: simulate every protocol and show that broken ones are caught
+run: setup ## The main job: a whole RL run on this machine, until it has learnt its task
+	$(BIN)/holdfast run
+
+sim: setup ## Simulate every protocol, and show that broken ones are caught
 	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests

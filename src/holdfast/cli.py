@@ -26,6 +26,7 @@ _LEFT = 141  # what a shell reports for a program that SIGPIPE has ended
 _COMMANDS = {
     "accounts": ("holdfast.gateway.commands", "accounts", "Make and revoke API keys."),
     "chaos": ("holdfast.chaos.commands", "chaos", "Break things on purpose, by seed."),
+    "clean": ("holdfast.commands", "clean", "Remove what a killed run left in memory."),
     "check": ("holdfast.check.commands", "check", "Check a run's promises from its event logs."),
     "doctor": ("holdfast.doctor", "doctor", "Check this machine and a configuration."),
     "faults": ("holdfast.cli", "faults", "List the named fault points."),
@@ -34,11 +35,12 @@ _COMMANDS = {
     "ledger": ("holdfast.ledger.commands", "ledger", "Look into a ledger, and look after it."),
     "nodes": ("holdfast.launch.commands", "nodes", "Move nodes of a run out, or back in."),
     "queue": ("holdfast.transfer.commands", "queue", "Look into a queue of samples."),
-    "run": ("holdfast.run.commands", "run", "Run a whole RL job, and keep it running."),
+    "run": ("holdfast.commands", "run", "Run a whole RL job, and keep it running."),
     "serve": ("holdfast.gateway.commands", "serve", "Start control plane, gateway and host."),
     "sim": ("holdfast.sim.commands", "sim", "Simulate the protocols under seeded faults."),
     "status": ("holdfast.launch.commands", "status", "Show the nodes of a run."),
     "transfer": ("holdfast.transfer.commands", "transfer", "Look into a store of values."),
+    "why": ("holdfast.commands", "why", "Say what a run is waiting for."),
     "weights": (
         "holdfast.weights.commands",
         "weights",

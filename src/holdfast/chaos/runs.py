@@ -73,32 +73,31 @@ class Tale:
     """What the orchestrator has told so far: which step is being trained."""
 
     def __init__(self, folder: Path) -> None:
-        self._paths = [folder / "events" / "orchestrator.jsonl", folder / "faults.jsonl"]
-        self._places = dict.fromkeys(self._paths, 0)
+        self._events = folder / "events" / "orchestrator.jsonl"
+        self._faults = folder / "faults.jsonl"
+        self._places = {self._events: 0, self._faults: 0}
         self.step = 0
         self.trained: list[tuple[int, float]] = []
         self.fired: list[_Told] = []
 
     def read(self) -> None:
         """Read on."""
-        for told in self._new():
+        self.fired += [one for one in self._new(self._faults) if one.type == "fault.fired"]
+        for told in self._new(self._events):
             if told.type == "step.committed":
                 self.step = max(self.step, told.step)
             elif told.type == "step.trained":
                 self.trained.append((told.step, told.at))
-            elif told.type == "fault.fired":
-                self.fired.append(told)
 
-    def _new(self) -> Iterator[_Told]:
-        for path in self._paths:
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                file.seek(self._places[path])
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._places[path] += len(line)
-                    with contextlib.suppress(msgspec.MsgspecError):
-                        yield msgspec.json.decode(line, type=_Told)
+    def _new(self, path: Path) -> Iterator[_Told]:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._places[path])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._places[path] += len(line)
+                with contextlib.suppress(msgspec.MsgspecError):
+                    yield msgspec.json.decode(line, type=_Told)
 
 
 class Chaos:

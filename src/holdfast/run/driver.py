@@ -14,7 +14,7 @@ from holdfast import procs
 from holdfast.errors import HoldfastError, Mistake
 from holdfast.run.folder import Folder
 
-__all__ = ["drive"]
+__all__ = ["drive", "supervise"]
 
 _CHAOS = [sys.executable, "-m", "holdfast.chaos.runs"]
 MAX_LIVES = 100
@@ -46,6 +46,12 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def supervise(folder: Folder, *, flags: Sequence[str] = ()) -> int:
+    """Run a run that was made, in peace, as a process of its own; returns its exit code."""
+    with _supervisor(folder, "", flags) as child:
+        return _ended(child)
 
 
 def _points(given: Sequence[str]) -> str:

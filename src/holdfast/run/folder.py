@@ -24,7 +24,7 @@ import msgspec
 from holdfast.errors import Mistake, NotFound
 from holdfast.run.config import Config
 
-__all__ = ["Folder", "Secrets"]
+__all__ = ["Folder", "Secrets", "write_file"]
 
 
 class Secrets(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         run = f"run-{secrets.token_hex(4)}"
         written = _Written(run, config.seed, config.model_dump(mode="json"), time.time())
-        _write(path / "run.json", msgspec.json.format(msgspec.json.encode(written)))
+        write_file(path / "run.json", msgspec.json.format(msgspec.json.encode(written)))
         return cls(path, run, config)
 
     @classmethod
@@ -110,14 +110,15 @@ class Folder:
 
     def keep(self, known: Secrets) -> None:
         """Write the secrets down."""
-        _write(self.path / "secrets.json", msgspec.json.encode(known))
+        write_file(self.path / "secrets.json", msgspec.json.encode(known))
 
     def weights(self, account: str, job: str) -> Path:
         """Where the trainer publishes."""
         return self.path / "trainers" / account / job / "weights"
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()

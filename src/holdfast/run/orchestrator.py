@@ -56,6 +56,8 @@ _CLAIM_S = 60.0
 _HEARTBEAT_S = 30.0
 _FINAL = "final"
 _REPAIRS = 3
+_BEHIND = 8
+"""Steps that an evaluation may be behind: the trainer keeps twice as many versions."""
 
 
 class Orchestrator:
@@ -100,7 +102,12 @@ class Orchestrator:
         if first > 1:
             await self._acknowledge(first - 1, committed[first - 1].keys)
         making: dict[int, asyncio.Task[Batch]] = {}
-        evaluating: set[asyncio.Task[None]] = set()
+        tried = await self._steps.evaluated()
+        evaluating = {
+            step: asyncio.create_task(self._evaluate(step))
+            for step in range(1, first)
+            if self._is_tried(step) and step not in tried
+        }
         try:
             for step in range(first, config.steps + 1):
                 for ahead in range(step, min(step + config.rollout.lag, config.steps) + 1):
@@ -109,18 +116,16 @@ class Orchestrator:
                 batch = await making.pop(step)
                 await self._train(step, batch)
                 if self._is_tried(step):
-                    evaluating.add(asyncio.create_task(self._evaluate(step)))
-                for task in [one for one in evaluating if one.done()]:
-                    evaluating.discard(task)
-                    task.result()
-            for task in evaluating:
+                    evaluating[step] = asyncio.create_task(self._evaluate(step))
+                for old in [one for one in evaluating if one <= step - _BEHIND]:
+                    await evaluating.pop(old)
+            for task in evaluating.values():
                 await task
-            await self._catch_up_evaluations()
             await self._end()
         finally:
-            for work in (*making.values(), *evaluating):
+            for work in (*making.values(), *evaluating.values()):
                 work.cancel()
-            await asyncio.gather(*making.values(), *evaluating, return_exceptions=True)
+            await asyncio.gather(*making.values(), *evaluating.values(), return_exceptions=True)
 
     # ---- samples ---------------------------------------------------------------
 
@@ -362,12 +367,6 @@ class Orchestrator:
                 prompts=done.prompts,
             )
         )
-
-    async def _catch_up_evaluations(self) -> None:
-        """Evaluate what a predecessor died over; versions that are swept by now are left out."""
-        there = await self._steps.evaluated()
-        if self._config.steps not in there:
-            await self._evaluate(self._config.steps)
 
     async def _end(self) -> None:
         """Save everything under a name, and say that it is done."""

@@ -23,11 +23,11 @@ from holdfast.gateway.serve import Part, reserve
 from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.run.ending import state_of
 from holdfast.run.folder import Folder
 from holdfast.run.happenings import Begun, Ended, PartDied, PartStarted
 from holdfast.run.parts import ACCOUNT, JOB, ORCHESTRATOR, base_directory, parts_of
 from holdfast.run.records import RunDone
-from holdfast.run.steps import Steps
 from holdfast.transfer import shm
 
 __all__ = ["Supervisor"]
@@ -76,7 +76,7 @@ class Supervisor:
         finally:
             steps = 0
             with contextlib.suppress(HoldfastError):
-                steps, done = asyncio.run(_state(folder))
+                steps, done = state_of(folder)
             events.emit(Ended(how=how, steps=steps, content=done.content if done else ""))
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -93,7 +93,7 @@ class Supervisor:
             try:
                 while not self._stop:
                     if self._look():
-                        return asyncio.run(_state(folder))[1]
+                        return state_of(folder)[1]
                     time.sleep(_POLL_S)
                 return None
             finally:
@@ -121,7 +121,7 @@ class Supervisor:
 
     def _count_failure(self, words: str) -> None:
         """Give up when the orchestrator says again and again, at one step, that it cannot."""
-        step = asyncio.run(_state(self._folder))[0]
+        step = state_of(self._folder)[0]
         count = self._failures[1] + 1 if step == self._failures[0] else 1
         self._failures = step, count
         if count >= _FAILURES:
@@ -175,11 +175,3 @@ async def _prepare(folder: Folder) -> Any:
             spec = {"holdfast": {"policy": policy}}
             await Jobs(runtime, folder.run, time.time).create(ACCOUNT, JOB, spec)
         return known
-
-
-async def _state(folder: Folder) -> tuple[int, RunDone | None]:
-    """How far the run is, and how it ended if it did."""
-    async with ledger.open(folder.ledger) as opened:
-        steps = Steps(LiveRuntime(opened), folder.run)
-        done = await steps.done()
-        return len(done), await steps.read(steps.keys.end, RunDone)

@@ -93,6 +93,7 @@ CarriedFiles = Mapping[str, bytes | str | Path]
 class Published(events.Event, frozen=True, tag="weights.published"):
     """A version exists."""
 
+    channel: str
     version: int
     bytes: int
     seconds: float
@@ -422,7 +423,12 @@ class Publisher:
                 await folder.unlink(STABLE)
             raise
         events.emit(
-            Published(version=ticket.step, bytes=version.bytes, seconds=time.monotonic() - began)
+            Published(
+                channel=self._channel.name,
+                version=ticket.step,
+                bytes=version.bytes,
+                seconds=time.monotonic() - began,
+            )
         )
         await self._tidy(ticket.step)
         return version

@@ -45,6 +45,7 @@ RENAMED = faults.declare("weights.sweep.renamed", "folder renamed away, not remo
 class Swept(events.Event, frozen=True, tag="weights.swept"):
     """A version was deleted."""
 
+    channel: str
     version: int
     bytes: int
 
@@ -182,7 +183,7 @@ class Sweeper:
             return False
         faults.point(RECORDED)
         await self._remove(self._layout.version(one), stuck)
-        events.emit(Swept(version=one, bytes=view.versions[one].bytes))
+        events.emit(Swept(channel=self._channel.name, version=one, bytes=view.versions[one].bytes))
         return True
 
     async def _remove(self, path: str, stuck: dict[str, str]) -> bool:

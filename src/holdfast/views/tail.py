@@ -1,0 +1,195 @@
+"""Follows the event files of a run's folder, also those that appear later.
+
+Events come in the order of their time, as well as it can be had: what was written while the
+files were being read waits for the next look, so that nobody's later event overtakes an
+earlier one of another file. A torn last line waits for its rest, or for the writer that
+cuts it off; a line that is no event is counted and left out. Links are not followed.
+Nothing is ever written.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.views.picture import Picture
+from holdfast.views.told import Told, parse
+
+__all__ = ["LOOK_S", "Live", "Tail", "look"]
+
+LOOK_S = 0.2
+"""How often files are looked at."""
+_FIND_S = 1.0
+_RANK = re.compile(r"e\d+-c\d+-r\d+-(\d{1,9})")
+_CHUNK_BYTES = 1 << 22
+_MAX_DEPTH = 7
+_NOT_BELOW = frozenset({"base", "journal", "weights"})
+"""Folders with many files and no event logs."""
+_MAX_FOLDERS = 5000
+
+
+class _File:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.offset = 0
+        """Where the first line begins that was not whole yet."""
+        self.state: tuple[int, ...] = ()
+
+
+class Tail:
+    """The events of a run's folder, a look at a time."""
+
+    def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.strange = 0
+        """Lines that were no events."""
+        self._now = now
+        self._files: dict[str, _File] = {}
+        self._found_at = float("-inf")
+        self._held: list[Told] = []
+
+    def look(self, *, everything: bool = False) -> list[Told]:
+        """What is new, in order; `everything` if there will be no other look."""
+        began = self._now()
+        fresh: list[Told] = []
+        if everything or not 0.0 <= began - self._found_at < _FIND_S:
+            self._found_at = began
+            for path in _event_files(self.folder):
+                if path not in self._files:
+                    self._files[path] = _File(path)
+                    fresh += _silent(path)
+        for file in self._files.values():
+            while self._read(file, fresh):
+                pass
+        fresh.sort(key=lambda event: event.at)
+        late = [] if everything else [event for event in fresh if event.at > began]
+        ready = [*self._held, *fresh[: len(fresh) - len(late)]]
+        self._held = late
+        return sorted(ready, key=lambda event: event.at)
+
+    def _read(self, file: _File, into: list[Told]) -> bool:
+        """Read a piece of a file; whether there may be more."""
+        try:
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            about = os.fstat(fd)
+            state = (about.st_ino, about.st_size, about.st_mtime_ns)
+            if state == file.state:
+                return False
+            if file.state and file.state[0] != about.st_ino:
+                file.offset = 0
+            data = os.pread(fd, _CHUNK_BYTES, file.offset)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        whole = data.rfind(b"\n") + 1
+        more = len(data) == _CHUNK_BYTES
+        if more and not whole:
+            whole = len(data)  # no event is that long
+        file.offset += whole
+        file.state = (about.st_ino,) if more else state
+        for line in data[:whole].splitlines():
+            if (event := parse(line)) is not None:
+                into.append(event)
+            elif line:
+                self.strange += 1
+        return more
+
+
+def look(folder: Path) -> Picture:
+    """The picture of a run as its files are now."""
+    picture = Picture()
+    for event in Tail(folder).look(everything=True):
+        picture.take(event)
+    return picture
+
+
+class Live:
+    """A picture that a thread keeps up to date. Hold `lock` while you look at it."""
+
+    def __init__(
+        self, folder: Path, *, tell: Callable[[Told, Picture], None] | None = None
+    ) -> None:
+        self.picture = Picture()
+        self.lock = threading.Condition()
+        self.stopped = False
+        self._tell = tell
+        self._tail = Tail(folder)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="views.tail", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read what is left, and end."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wait(self, serial: int, limit_s: float) -> bool:
+        """Wait until there is more than this; whether there is."""
+        with self.lock:
+            self.lock.wait_for(lambda: self.stopped or self.picture.serial > serial, limit_s)
+            return self.picture.serial > serial
+
+    def _run(self) -> None:
+        while True:
+            last = self._stop.is_set()
+            fresh = self._tail.look(everything=last)
+            if fresh or last:
+                with self.lock:
+                    for event in fresh:
+                        self.picture.take(event)
+                        if self._tell is not None:
+                            self._tell(event, self.picture)
+                    self.stopped = last
+                    self.lock.notify_all()
+            if last:
+                return
+            self._stop.wait(LOOK_S)
+
+
+def _silent(path: str) -> list[Told]:
+    """A trainer's rank that may never say anything: its log's name tells that it lives."""
+    match = _RANK.fullmatch(Path(path).stem)
+    if match is None:
+        return []
+    try:
+        about = Path(path).lstat()
+    except OSError:
+        return []
+    if about.st_size:
+        return []  # it speaks for itself
+    process = " ".join((Path(path).parent.parent.name, match[0]))
+    return [Told("", about.st_mtime, process, int(match[1]))]
+
+
+def _event_files(folder: Path) -> list[str]:
+    """Every `events/*.jsonl` at or below the folder."""
+    found: list[str] = []
+    todo, visited = [(str(folder), 0)], 0
+    while todo and visited < _MAX_FOLDERS:
+        path, depth = todo.pop(0)
+        visited += 1
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth < _MAX_DEPTH and entry.name not in _NOT_BELOW:
+                            todo.append((entry.path, depth + 1))
+                    elif (
+                        entry.name.endswith(".jsonl")
+                        and Path(path).name == "events"
+                        and entry.is_file(follow_symlinks=False)
+                    ):
+                        found.append(entry.path)
+        except OSError:
+            continue  # it went away, or is not ours to read
+    return found

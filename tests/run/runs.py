@@ -1,0 +1,111 @@
+"""Real runs, small ones: `holdfast run` as users start it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SMALL = (
+    "steps=6",
+    "rollout.groups=4",
+    "rollout.samples=4",
+    "evaluate.every=3",
+    "evaluate.prompts=4",
+    "environment.options.digits=3",
+)
+LIMIT_S = 300.0
+
+
+def argv(folder: Path, *more: str, small: tuple[str, ...] = SMALL) -> list[str]:
+    """The command that begins a run in a folder."""
+    settings = [word for one in small for word in ("--set", one)]
+    start = [sys.executable, "-m", "holdfast", "run", "--plain"]
+    return [*start, "--out", str(folder), *settings, *more]
+
+
+def run(folder: Path, *more: str, small: tuple[str, ...] = SMALL, code: int = 0) -> str:
+    """Run to the end; returns what it printed."""
+    done = subprocess.run(
+        argv(folder, *more, small=small), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == code, (done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+    return done.stdout
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> "Iterator[subprocess.Popen[str]]":
+    """A run that goes on."""
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate(timeout=30)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Everything that its processes have told."""
+    found = []
+    for path in folder.glob("**/events/*.jsonl"):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return sorted(found, key=lambda one: float(one["at"]))
+
+
+def wait_for_step(folder: Path, step: int, limit_s: float = 120.0) -> None:
+    """Wait until a step is committed."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        for one in events(folder):
+            if one["type"] == "step.committed" and one["step"] >= step:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not begun within {limit_s} s")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """What came of its steps."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def left_over(folder: Path, run_name: str) -> list[str]:
+    """Processes and shared memory that a run has left behind."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            if str(folder).encode() in words and int(path.name) != os.getpid():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    store = Path("/dev/shm") / f"holdfast-{os.geteuid()}" / run_name
+    return [*found, *([str(store)] if store.exists() else [])]
+
+
+def name_of(folder: Path) -> str:
+    """The run's name."""
+    return str(json.loads((folder / "run.json").read_text())["run"])
+
+
+def check(folder: Path) -> str:
+    """What the independent checker says; it must find nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "check", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

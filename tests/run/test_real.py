@@ -1,0 +1,112 @@
+"""Real runs, killed: the same bits, nothing lost, nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.ending import differences
+
+from . import runs
+
+FAULTS = (
+    "replica0@step 2; orchestrator@run.step.submitted 2; trainer.rank1@step 3; gateway@step 4;"
+    "store: corrupt@step 4; supervisor@step 5"
+)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("run") / "calm"
+    runs.run(folder)
+    return folder
+
+
+@pytest.mark.timeout(400)
+def test_killed_and_the_same(calm: Path, tmp_path: Path) -> None:
+    """Every kind of process dies, the supervisor too: the same weights and metrics, bit for bit;
+    the checker finds nothing; no process and no shared memory is left."""
+    hurt = tmp_path / "hurt"
+    said = runs.run(hurt, "--chaos", FAULTS)
+    struck = [one for one in runs.events(hurt) if one["type"] == "chaos.struck"]
+    print([(one["clause"], one["step"]) for one in struck])
+    assert {one["clause"] for one in struck} == {one.strip() for one in FAULTS.split(";")}
+    assert differences(calm, hurt) == []
+    final = [json.loads((one / "final.json").read_text()) for one in (calm, hurt)]
+    assert final[0]["weights"] == final[1]["weights"]
+    assert final[0]["weights"] in said
+    assert final[1]["told"]["faults"] >= len(struck)
+    for folder in (calm, hurt):
+        runs.check(folder)
+        assert runs.left_over(folder, runs.name_of(folder)) == []
+        assert "<svg" in (folder / "report.html").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_changed_seed_is_seen(calm: Path, tmp_path: Path) -> None:
+    """The comparison can fail: another seed gives other bits."""
+    other = tmp_path / "other"
+    runs.run(other, "--seed", "1")
+    assert differences(calm, other) != []
+    assert runs.metrics(calm)[-1] != runs.metrics(other)[-1] or len(differences(calm, other)) > 1
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_and_resume(calm: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends everything and leaves nothing; --resume goes on, to the same end."""
+    folder = tmp_path / "stopped"
+    with runs.started(runs.argv(folder)) as child:
+        runs.wait_for_step(folder, 3)
+        os.kill(child.pid, signal.SIGINT)
+        said, _ = child.communicate(timeout=60)
+        assert child.returncode == 130, said
+    assert "--resume" in said
+    assert runs.left_over(folder, runs.name_of(folder)) == []
+    again = subprocess.run(
+        [sys.executable, "-m", "holdfast", "run", "--plain", "--resume", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=runs.LIMIT_S,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert differences(calm, folder) == []
+    runs.check(folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_kill_the_supervisor_and_clean(tmp_path: Path) -> None:
+    """kill -9 of the supervisor takes everything below it; `clean` removes what is left."""
+    folder = tmp_path / "killed"
+    with runs.started(runs.argv(folder)) as child:
+        runs.wait_for_step(folder, 2)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(timeout=30)
+    name = runs.name_of(folder)
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until and len(runs.left_over(folder, name)) > 1:
+        time.sleep(0.1)
+    left = runs.left_over(folder, name)
+    assert left == [str(Path("/dev/shm") / f"holdfast-{os.geteuid()}" / name)]
+    clean = [sys.executable, "-m", "holdfast", "clean", str(folder)]
+    subprocess.run(clean, check=True, timeout=60)
+    assert runs.left_over(folder, name) == []
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """A folder that is in use, or a plan that nobody understands, is refused before anything."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    for more, folder in ((["--chaos", "gatway@3s"], "new"), ([], "full")):
+        done = subprocess.run(
+            runs.argv(tmp_path / folder, *more), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+    assert (tmp_path / "full" / "file").read_text() == "mine"
