@@ -16,7 +16,7 @@ from . import runs
 
 FAULTS = (
     "replica0@step 2; orchestrator@run.step.submitted 2; trainer.rank1@step 3; gateway@step 4;"
-    "store: corrupt@step 4; supervisor@step 5"
+    "supervisor@step 5"
 )
 
 
@@ -45,18 +45,36 @@ def test_killed_and_the_same(calm: Path, tmp_path: Path) -> None:
     for folder in (calm, hurt):
         runs.check(folder)
         assert runs.left_over(folder, runs.name_of(folder)) == []
-        assert "<svg" in (folder / "report.html").read_text()
+        assert final[0]["weights"] in (folder / "report.html").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_changed_seed_is_seen(calm: Path, tmp_path: Path) -> None:
+def test_another_seed_is_another_run(calm: Path, tmp_path: Path) -> None:
     """The comparison can fail: another seed gives other bits."""
     other = tmp_path / "other"
     runs.run(other, "--seed", "1")
-    assert differences(calm, other) != []
-    assert runs.metrics(calm)[-1] != runs.metrics(other)[-1] or len(differences(calm, other)) > 1
+    assert len(differences(calm, other)) >= len(runs.metrics(calm)) - 1
 
 
+def test_differences(tmp_path: Path) -> None:
+    """A line that is missing, and a bit that differs, are found and named."""
+    lines = ['{"step":1,"loss":0.5}', '{"step":2,"loss":0.25}']
+    for name, text in {
+        "one": "\n".join(lines),
+        "same": "\n".join(lines),
+        "short": lines[0],
+        "other": "\n".join(lines).replace("0.25", "0.2500000000000001"),
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text + "\n")
+    one = tmp_path / "one"
+    assert differences(one, tmp_path / "same") == []
+    assert differences(one, tmp_path / "other") == ["step 2: loss"]
+    assert "2 lines" in differences(one, tmp_path / "short")[0]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ctrl_c_and_resume(calm: Path, tmp_path: Path) -> None:
     """Ctrl-C ends everything and leaves nothing; --resume goes on, to the same end."""
