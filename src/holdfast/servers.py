@@ -133,7 +133,9 @@ class Server(ABC):
 
     def pause(self) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._running().signal(signal.SIGSTOP)
+        child = self._running()
+        child.signal(signal.SIGSTOP)
+        child.wait_until(lambda: _is_stopped(child.pid))
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -309,6 +311,17 @@ class RedisServer(Server):
                 return sock.recv(64).startswith(b"+PONG")
         except OSError:
             return False
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether every thread has stopped: a busy one takes its time."""
+    with contextlib.suppress(OSError):
+        states = [
+            (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+        return all(state in "TtZX" for state in states)
+    return True
 
 
 class MooncakeServer(Server):

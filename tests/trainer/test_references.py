@@ -122,3 +122,45 @@ def test_what_is_no_batch_is_refused(there: House) -> None:
     status, said = post(there, "forward_backward_references", {"model_id": "x", "seq_id": 1})
     assert status == 400
     assert "data" in json.dumps(said)
+
+
+def test_what_is_given_inline_counts_like_a_reference(there: House, name: str) -> None:
+    """Weights that the caller has computed make the same loss as the same weights in the store."""
+    one, other = model(there), model(there)
+    weights = np.array([0.0, 0.5, 1.0, 0.25], dtype=np.float32)
+    with transfer.connect(name) as store:
+        ref = store.put({"w": weights})["w"]
+        referred = by_reference(store, one, "in")
+        told = [ref.key, ref.generation, ref.checksum, ref.nbytes]
+        referred["data"][0]["loss_fn_inputs"]["weights"] = told
+        inline = by_reference(store, other, "in2")
+        inline["data"][0]["inline"] = {"weights": weights.tolist()}
+        promises = [post(there, "forward_backward_references", one) for one in (referred, inline)]
+    assert [status for status, _ in promises] == [200, 200], promises
+    results = [result(there, promise["request_id"]) for _, promise in promises]
+    assert results[0] == results[1]
+    assert results[0]["metrics"]["loss:sum"] > 0
+
+
+def test_published_versions(there: House) -> None:
+    """Versions of a model's channel: the same number again is the same, an older one is refused,
+    and a changed model has another hash."""
+    name_of_model = model(there)
+
+    def publish(seq: int, version: int) -> Any:
+        body = {"model_id": name_of_model, "seq_id": seq, "version": version}
+        _, promise = post(there, "publish_weights", body)
+        return result(there, promise["request_id"])
+
+    first = publish(1, 5)
+    assert (first["channel"], first["version"]) == (f"{name_of_model}.policy", 5)
+    assert publish(1, 5) == first
+    assert publish(2, 6)["content"] == first["content"]
+    refused = publish(3, 4)
+    assert refused["category"] == "user"
+    assert publish(4, 7)["content"] == first["content"]
+    status, said = post(
+        there, "publish_weights", {"model_id": name_of_model, "seq_id": 5, "version": -1}
+    )
+    assert status == 200
+    assert result(there, said["request_id"])["category"] == "user"
