@@ -16,7 +16,7 @@ sim: setup ## Simulate every protocol, and show that broken ones are caught
 	$(BIN)/holdfast sim --all --seeds 200
 
 test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
-	$(BIN)/python -m pytest -q -m "not long" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not long" -n 4 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 300 --fresh --variants 4
 
 test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, thousands of seeds

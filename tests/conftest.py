@@ -15,16 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 SLOW = (
-    "ledger/sqlite/test_sqlite_kill.py",
-    "trainer/kills/test_storm.py",
+    "run/test_real.py",
     "trainer/kills/test_points.py",
     "launch/test_launch.py",
     "gateway/test_stale_routes.py",
-    "rendezvous/torchrun/test_torchrun.py",
     "weights/test_commands.py",
     "ledger/test_conformance_model.py",
     "ledger/test_commands.py",
-    "trainer/test_ranks.py",
+    "ledger/sqlite/test_sqlite_kill.py",
+    "rollout/environments/test_judge.py",
     "trainer/test_references.py",
     "transfer/test_commands.py",
 )

@@ -52,6 +52,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "etcd": ("aiohttp",),
     "gateway": ("httptools", "uvloop"),
     "mooncake": ("mooncake",),
+    "run": ("httpx", "httptools", "torch", "transformers", "rich"),
     "train": ("torch", "safetensors", "transformers", "peft", "zstandard"),
     "transfer": ("numpy", "xxhash"),
     "views": ("rich",),

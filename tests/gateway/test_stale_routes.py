@@ -125,8 +125,9 @@ def test_no_spurious_not_found_behind_stale_routes(
         print(f"{name}: {len(done)} operations, 3 incarnations, gone after {took_s:.2f} s")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["tinker", pytest.param("fireworks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["tinker", "fireworks"])
 def test_a_naive_gateway_and_what_the_client_makes_of_it(name: str, tmp_path: Path) -> None:
     """A gateway that believes its stale table says 404 for a RUNNING trainer: the bare library
     gives up, the wrapped one warms up, asks the control plane, and does every step once."""

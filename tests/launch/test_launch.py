@@ -170,6 +170,7 @@ def test_dry_run_prints_what_was_resolved(tmp_path: Path, url: str) -> None:
     assert holdfast("status", "r", url=url).returncode == 4
 
 
+@pytest.mark.long
 def test_draining_a_node(tmp_path: Path, url: str) -> None:
     """It holds no rank from the next cycle on; undrained it may again."""
     program = shell(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done")

@@ -329,6 +329,7 @@ async def test_a_module_that_is_not_there_is_no_trouble() -> None:
     await pool.close()
 
 
+@pytest.mark.long
 async def test_a_gentle_fill_is_one_at_a_time_and_low(tmp_path: Path) -> None:
     """Low priority while importing, in nice and in the autogroup; as usual once ready."""
     script(tmp_path, "import time; time.sleep(0.5)", "slow_thing.py")

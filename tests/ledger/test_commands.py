@@ -247,6 +247,7 @@ def test_help_and_version() -> None:
     assert "No such command" in _run("legder", code=2)
 
 
+@pytest.mark.long
 def test_sim_command() -> None:
     """Sound: exit 0. Broken: exit 1, a story, and a seed that replays it."""
     assert "election: ok: 20 schedules" in _run("sim", "election", "--seeds", "20")

@@ -26,7 +26,7 @@ def _run(url: str, examples: int, steps: int, *, fixed: bool) -> None:
 
 def test_random_calls_are_answered_like_the_model(ledger_url: str) -> None:
     """Reads, old reads, pages, transactions, leases, watches and compaction: as the model."""
-    _run(ledger_url, 12 if ledger_url.startswith("etcd") else 60, 40, fixed=True)
+    _run(ledger_url, 12 if ledger_url.startswith("etcd") else 25, 40, fixed=True)
 
 
 @pytest.mark.long

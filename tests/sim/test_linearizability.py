@@ -205,7 +205,7 @@ def _lies(call: Call) -> st.SearchStrategy[Answer]:
     return st.none()
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True, database=None, print_blob=True)
+@settings(max_examples=400, deadline=None, derandomize=True, database=None, print_blob=True)
 @given(histories())
 def test_the_checker_agrees_with_brute_force(history: list[Operation]) -> None:
     """On every small history both say the same."""
@@ -259,6 +259,7 @@ stamps = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(st.lists(stamps, max_size=5))
 def test_revisions_agree_with_every_pair(history: list[Operation]) -> None:

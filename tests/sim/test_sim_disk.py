@@ -459,6 +459,7 @@ print(sorted(world.files.tree().items()))
 """
 
 
+@pytest.mark.long
 def test_a_seed_with_a_disk_is_the_same_story_in_every_process() -> None:
     """Nothing but the seed decides, neither the hash seed nor the memory layout."""
     here = __file__.rpartition("/")[0]

@@ -63,7 +63,8 @@ def ranks(there: House) -> list[psutil.Process]:
     return [one for _, one in sorted(found, key=lambda it: it[0])]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
 def test_any_number_of_ranks_gives_the_same_bits(
     tmp_path: Path, alone: tuple[list[dict[str, float]], str], count: int
 ) -> None:

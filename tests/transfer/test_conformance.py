@@ -271,6 +271,7 @@ def test_nothing_asked_nothing_answered(store: Store) -> None:
     assert store.exists([]) == {}
 
 
+@pytest.mark.long
 def test_threads_share_a_store(store: Store) -> None:
     """Each gets its own values, whole, while others put, replace and delete theirs."""
     seed = 11

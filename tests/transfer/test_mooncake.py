@@ -60,6 +60,7 @@ def own(tmp_path: Path) -> Iterator[tuple[MooncakeServer, MooncakeHolder]]:
         yield master, holder
 
 
+@pytest.mark.long
 def test_many_small_keys_do_not_overload_it(store: Store) -> None:
     """4,000 keys in one call of its own fail, nearly all of them, after a minute."""
     values = {f"k{index}": index.to_bytes(4, "little") * 64 for index in range(4000)}

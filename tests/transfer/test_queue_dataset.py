@@ -107,6 +107,7 @@ def test_mistakes_are_told(ledger_url: str) -> None:
         next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
 
 
+@pytest.mark.long
 def test_killed_ranks_repeat_what_was_lost_and_nothing_else(
     tmp_path: Path, ledger_url: str
 ) -> None:

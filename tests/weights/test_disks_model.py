@@ -159,6 +159,7 @@ async def _everything(
     return found
 
 
+@pytest.mark.long
 def test_both_disks_do_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A hypothesis state machine runs every call on both and compares everything."""
     before = len(list(Path("/proc/self/fd").iterdir()))

@@ -430,6 +430,7 @@ async def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
     await _comes_back(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.etcd
 async def test_a_killed_replica_comes_back_on_etcd(tmp_path: Path) -> None:
     """The same with a real etcd."""

@@ -599,6 +599,7 @@ def test_a_ledger_from_the_environment(
         monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:////nowhere/x.db")
 
 
+@pytest.mark.long
 @pytest.mark.etcd
 def test_watch_tells_when_the_ledger_is_away(tmp_path: Path) -> None:
     """Silence because nothing happens is told from silence because nobody is reached."""

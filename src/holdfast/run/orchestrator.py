@@ -44,7 +44,7 @@ from holdfast.run.records import Drop, EvalDone, ModelRecord, RunDone, StepDone,
 from holdfast.run.steps import Steps
 from holdfast.transfer.queue import Batch, Queue, Sample
 
-__all__ = ["Orchestrator"]
+__all__ = ["Orchestrator", "has_ended"]
 
 SAMPLED = faults.declare("run.step.sampled", "all groups of a step are made, nothing committed")
 COMMITTED = faults.declare("run.step.committed", "a step is committed, nothing submitted")
@@ -95,7 +95,8 @@ class Orchestrator:
 
     async def _run(self) -> None:
         config = self._config
-        committed, done = await self._steps.committed(), await self._steps.done()
+        # In this order: of whatever is done it is also known with what.
+        done, committed = await self._steps.done(), await self._steps.committed()
         first = next(n for n in range(1, config.steps + 2) if n not in done)
         self._metrics.write(committed, done, await self._steps.evaluated())
         await self._have_published(first - 1)
@@ -375,9 +376,8 @@ class Orchestrator:
             "save_weights", self._model.model, plan.save_number(steps), {"path": _FINAL}
         )
         path = str((await future.result())["path"])
-        committed, done = await self._steps.committed(), await self._steps.done()
-        self._metrics.write(committed, done, await self._steps.evaluated())
-        last = done[steps]
+        await _write(self._steps, self._metrics)
+        last = (await self._steps.done())[steps]
         await self._steps.once(self._steps.keys.end, RunDone(content=last.content, path=path))
 
     async def _beat(self) -> None:
@@ -386,6 +386,23 @@ class Orchestrator:
             with contextlib.suppress(Retriable):
                 await self._client.heartbeat(self._model.session)
             await asyncio.sleep(_HEARTBEAT_S)
+
+
+async def has_ended(steps: Steps, metrics: Metrics) -> bool:
+    """Whether everything is done. Then the metrics are written anew.
+
+    One that was away for long may have written what it knew over what its successor had written.
+    """
+    if await steps.read(steps.keys.end, RunDone) is None:
+        return False
+    await _write(steps, metrics)
+    return True
+
+
+async def _write(steps: Steps, metrics: Metrics) -> None:
+    # In this order: of whatever is done it is also known with what.
+    done, committed = await steps.done(), await steps.committed()
+    metrics.write(committed, done, await steps.evaluated())
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[int]]:

@@ -88,6 +88,7 @@ class Load:
         await until(lambda: len(self.acknowledged) >= target)
 
 
+@pytest.mark.long
 async def test_members_die_and_no_write_is_lost_and_no_event_is_missed(
     cluster: EtcdCluster,
 ) -> None:

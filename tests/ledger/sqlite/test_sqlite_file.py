@@ -213,6 +213,7 @@ async def test_history_is_bounded_by_bytes(
     assert path.stat().st_size < 12 << 20
 
 
+@pytest.mark.long
 async def test_the_log_is_folded_while_others_read(tmp_path: Path) -> None:
     """The write-ahead log does not grow for ever although the ledger is never closed."""
     path = tmp_path / "x.db"

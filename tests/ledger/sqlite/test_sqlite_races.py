@@ -111,6 +111,7 @@ def _open_at_once(path: Path, gate: object, answers: object) -> None:
         answers.put(repr(error))  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_many_processes_may_make_the_same_new_file(tmp_path: Path) -> None:
     """Nobody takes the half-made file of another for something else."""
     for round_ in range(15):

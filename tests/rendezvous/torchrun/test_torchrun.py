@@ -66,6 +66,7 @@ def spare_of(nodes: list[procs.Child], cluster: Cluster) -> procs.Child:
     return spare
 
 
+@pytest.mark.long
 def test_a_killed_worker_costs_one_cycle(tmp_path: Path) -> None:
     """Two nodes with two workers each; kill -9 of one worker: all go on from the checkpoint.
 

@@ -18,8 +18,10 @@ from trainer.kills.story import POLICY, STEPS, Audit, fired, tell, trainer
 
 SEED = 20
 QUICK_STEPS = 6
-QUICK = ("trainer.journal.after", "trainer.compute.after", "weights.publish.marked")
-ELSEWHERE = ("shm.", "test.")
+QUICK = ("trainer.compute.after", "weights.publish.marked")
+EARLY = 4
+"""Hits are counted per process, and a life may be short."""
+ELSEWHERE = ("rollout.", "run.", "shm.", "test.")
 """What other processes pass, not a trainer."""
 NEVER = ("weights.acknowledge.before", "weights.acknowledge.after", "weights.pin.staged")
 """A trainer reads what it kept itself: it stages and acknowledges nothing."""
@@ -67,9 +69,9 @@ def _die(
 
 
 @pytest.mark.timeout(240)
-def test_three_points(tmp_path: Path, reference: Reference) -> None:
-    """One run, killed three times: promised and not told, done and not told, half published."""
-    _die(tmp_path, _plan(QUICK, reference, QUICK_STEPS), reference, QUICK_STEPS)
+def test_two_points(tmp_path: Path, reference: Reference) -> None:
+    """One run, killed twice: done and not told, half published."""
+    _die(tmp_path, _plan(QUICK, reference, QUICK_STEPS, EARLY), reference, QUICK_STEPS)
 
 
 @pytest.mark.long

@@ -57,6 +57,7 @@ def _storm(folder: Path, reference: Reference, kills: int, steps: int) -> None:
     told.check(expected)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_five_kills(tmp_path: Path, reference: Reference) -> None:
     """Same results, same weights, nothing done twice."""
