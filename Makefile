@@ -41,6 +41,7 @@ bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/
 	$(BIN)/python -m benchmarks.rendezvous
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.run
 
 clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -146,8 +146,9 @@ def _run(folder: Folder, *, resumed: bool, plain: bool | None) -> None:
             sys.exit(130)
         picture = look(folder.path)
         facts = ending.final_of(folder, done)
-        ending.write_final(folder, {**facts, "told": summary(picture)})
-        report = write_report(folder.path, picture)
+        ending.write_final(folder, facts)
+        report = write_report(folder.path, picture)  # which tells the rest by itself
+        ending.write_final(folder, {**summary(picture), **facts})
     exact, target = facts["eval_exact"] or 0.0, facts["target"]
     reached = "reached" if exact >= target else "not reached"
     click.echo(f"weights {done.content}")

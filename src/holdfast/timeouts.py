@@ -122,6 +122,18 @@ RULES: tuple[Rule, ...] = (
         "etcd silently lengthens a shorter lease, and a dead host's trainers count for longer",
     ),
     Rule(
+        "etcd_min_lease_s",
+        "<=",
+        "orchestrator_lease_s",
+        "etcd silently lengthens a shorter lease, and a successor waits for longer",
+    ),
+    Rule(
+        "etcd_min_lease_s",
+        "<=",
+        "replica_lease_s",
+        "etcd silently lengthens a shorter lease, and a dead replica is asked for longer",
+    ),
+    Rule(
         "sdk_submit_s",
         "<",
         "trainer_gap_s",
@@ -210,6 +222,12 @@ class Timeouts(BaseModel):
     )
     member_lease_s: float = _seconds(
         10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
+    )
+    replica_lease_s: float = _seconds(
+        3.0, "How long a replica of a run is asked for groups after its last sign of life."
+    )
+    orchestrator_lease_s: float = _seconds(
+        2.0, "How long an orchestrator's samples wait for it after its last sign of life."
     )
 
     @classmethod

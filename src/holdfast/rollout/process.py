@@ -21,6 +21,7 @@ from holdfast.rollout.app import App
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.rollout.environments import Judge
 from holdfast.rollout.replica import Replica
+from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Queue
 from holdfast.weights import Subscriber
 
@@ -53,7 +54,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: str = "cpu"
     threads: int = 1
     host: str = "127.0.0.1"
-    lease_s: float = 3.0
+    lease_s: float = DEFAULTS.replica_lease_s
 
 
 async def serve(settings: ReplicaSettings) -> None:

@@ -39,13 +39,16 @@ class _Written(msgspec.Struct, frozen=True):
     seed: int
     config: dict[str, object]
     began: float
+    cwd: str = ""
+    """Where it was begun: paths in its configuration are relative to that."""
 
 
 class Folder:
     """The folder of one run. `open` makes it, or finds it."""
 
-    def __init__(self, path: Path, run: str, config: Config) -> None:
+    def __init__(self, path: Path, run: str, config: Config, cwd: str = "") -> None:
         self.path = path
+        self.cwd = cwd
         self.run = run
         self.config = config
 
@@ -59,9 +62,10 @@ class Folder:
             raise Mistake(f"{path} is not empty: give another --out")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         run = f"run-{secrets.token_hex(4)}"
-        written = _Written(run, config.seed, config.model_dump(mode="json"), time.time())
+        cwd = str(Path.cwd())
+        written = _Written(run, config.seed, config.model_dump(mode="json"), time.time(), cwd)
         write_file(path / "run.json", msgspec.json.format(msgspec.json.encode(written)))
-        return cls(path, run, config)
+        return cls(path, run, config, cwd)
 
     @classmethod
     def find(cls, path: Path) -> "Folder":
@@ -73,7 +77,7 @@ class Folder:
             raise NotFound(f"there is no run in {path}") from None
         except msgspec.MsgspecError as error:
             raise Mistake(f"{path / 'run.json'} cannot be read: {error}") from None
-        return cls(path, written.run, Config.model_validate(written.config))
+        return cls(path, written.run, Config.model_validate(written.config), written.cwd)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

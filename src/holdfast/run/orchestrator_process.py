@@ -24,6 +24,7 @@ from holdfast.run.orchestrator import Orchestrator
 from holdfast.run.pool import Pool
 from holdfast.run.records import ModelRecord, RunDone
 from holdfast.run.steps import Steps
+from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Queue
 from holdfast.weights.channel import Channel
 
@@ -48,7 +49,7 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     base: str
     """The name of the base model at the trainer."""
     config: dict[str, object]
-    lease_s: float = 2.0
+    lease_s: float = DEFAULTS.orchestrator_lease_s
 
 
 async def orchestrate(settings: OrchestratorSettings) -> None:

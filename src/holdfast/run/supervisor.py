@@ -86,6 +86,8 @@ class Supervisor:
     def _work(self) -> RunDone | None:
         folder = self._folder
         _arm(folder)
+        if folder.cwd:
+            os.chdir(folder.cwd)
         base = base_directory(folder)
         known = asyncio.run(_prepare(folder))
         with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:

@@ -1,0 +1,152 @@
+"""Every fault of the plan's language, one at a time; storms; and one's own model and reward."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.tiny import make_tiny
+from holdfast.run.ending import differences
+
+from . import runs
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+SINGLE = (
+    "supervisor@step 3",
+    "orchestrator@step 3",
+    "gateway@step 3",
+    "host@step 3",
+    "trainer.agent@step 3",
+    "trainer.rank0@step 3",
+    "trainer.rank1@step 3",
+    "replica0@step 3",
+    "replica1@step 3",
+    "gateway@20s",
+    "orchestrator: pause 6s@step 3",
+    "gateway: pause 4s@step 3",
+    "replica0: pause 6s@step 3",
+    "trainer.rank0: pause 5s@step 3",
+    "trainer.rank1: pause 5s@step 3",
+    "host: pause 8s@step 3",
+    "ledger: cut 4s@step 3",
+    "store: corrupt@step 3",
+    "orchestrator@run.step.sampled 2",
+    "orchestrator@run.step.committed 2",
+    "orchestrator@run.step.submitted 2",
+    "orchestrator@run.step.promised 2",
+    "orchestrator@run.step.done 2",
+    "replica0@rollout.make.before 3",
+    "replica0@rollout.make.after 3",
+    "replica0@rollout.make.put 3",
+    "replica0@rollout.load.after 2",
+    "trainer.rank0@trainer.journal.after 9",
+    "trainer.rank0@trainer.publish.kept 3",
+)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("run") / "calm"
+    runs.run(folder)
+    return folder
+
+
+def same(calm: Path, hurt: Path, least: int) -> None:
+    """Two runs are the same, and so many faults were made."""
+    told = [one for one in runs.events(hurt) if one["type"].startswith("chaos.")]
+    assert [one for one in told if one["type"] == "chaos.missed"] == []
+    struck = [one for one in told if one["type"] == "chaos.struck"]
+    print([(one["clause"], one["step"], one["point"]) for one in struck])
+    assert len(struck) >= least
+    assert differences(calm, hurt) == []
+    runs.check(hurt)
+    assert runs.left_over(hurt, runs.name_of(hurt)) == []
+
+
+@pytest.mark.parametrize("clause", SINGLE)
+def test_one_fault(calm: Path, tmp_path: Path, clause: str) -> None:
+    """One fault of any kind changes nothing."""
+    runs.run(tmp_path / "hurt", "--chaos", clause)
+    same(calm, tmp_path / "hurt", 1)
+
+
+def test_a_full_disk(calm: Path, tmp_path: Path) -> None:
+    """A file system of its own runs full, and there is room again: nothing is lost."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root (mount)")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], check=True)
+    try:
+        runs.run(place / "run", "--chaos", "disk: full 5s@step 3")
+        same(calm, place / "run", 1)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_storm(tmp_path: Path, seed: int) -> None:
+    """Twenty faults and more, everybody dies: calm and storm end with the same bits."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "holdfast", "run", "--prove", "--seed", str(seed)),
+            *("--out", str(tmp_path / "proof")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=880,
+    )
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "the same weights, bit for bit" in done.stdout
+    same(tmp_path / "proof" / "calm", tmp_path / "proof" / "storm", 20)
+
+
+def test_ones_own_reward_and_model(tmp_path: Path) -> None:
+    """A Hugging Face directory and a reward function of one's own, by configuration alone; a
+    reward that crashes costs its group, and the run goes on."""
+    model = make_tiny(tmp_path / "model", hidden=64, layers=1, heads=2, context=64)
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, answer, completion):\n"
+        "    if answer == '3':\n"
+        "        raise ValueError('a bad day')\n"
+        "    return float(answer in completion)\n"
+    )
+    tasks = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    (tmp_path / "run.toml").write_text(
+        f"""
+steps = 4
+[model]
+directory = "{model}"
+[environment]
+name = "mine:reward"
+[environment.options]
+tasks = "tasks.jsonl"
+max_tokens = 3
+[rollout]
+groups = 8
+samples = 4
+[train]
+ranks = 1
+spares = 0
+[evaluate]
+prompts = 4
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast", "run", "run.toml", "--plain", "--out", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = runs.metrics(tmp_path / "out")
+    assert sum(len(one.get("dropped", [])) for one in lines) > 0, "no group met the bad day"
+    runs.check(tmp_path / "out")
