@@ -26,6 +26,7 @@ from holdfast.views.report import summary, write_report
 from holdfast.views.tail import look
 from holdfast.views.terminal import Viewer
 from holdfast.views.web import Web
+from holdfast.views.writers import need_tensorboard, write_tensorboard
 
 __all__ = ["clean", "run", "why"]
 
@@ -45,6 +46,7 @@ _PROOF = ("steps=12", "evaluate.every=6", "evaluate.prompts=16")
 @click.option("--web", is_flag=True, help="Serve a page about it.")
 @click.option("--port", default=0, help="Of that page [default: any].")
 @click.option("--plain", is_flag=True, help="Lines instead of a picture.")
+@click.option("--tensorboard", is_flag=True, help="Write curves for TensorBoard, at the end.")
 @click.option("--dry-run", is_flag=True, help="Print what was understood, and do nothing.")
 def run(
     config: Path | None,
@@ -58,6 +60,7 @@ def run(
     web: bool,
     port: int,
     plain: bool,
+    tensorboard: bool,
     dry_run: bool,
 ) -> None:
     """Run a whole RL job on this machine: trainer, replicas, gateway and all.
@@ -71,6 +74,8 @@ def run(
     holdfast run mine.toml --set steps=500    see docs/RUN.md for what can be set
     holdfast run --resume DIR                 go on after Ctrl-C, or after kill -9
     """
+    if tensorboard:
+        need_tensorboard()
     if resume is not None:
         if config or settings or out or seed is not None or prove:
             raise Mistake("--resume goes on with what was asked for then: give nothing else")
@@ -88,9 +93,9 @@ def run(
     click.echo(f"holdfast: {folder.path}")
     with _page(folder, port) if web else contextlib.nullcontext():
         if chaos is not None:
-            flags = ["--plain"] if plain else []
+            flags = ["--plain"] * plain + ["--tensorboard"] * tensorboard
             sys.exit(drive(folder, chaos, seed=folder.config.seed, faults=faults, flags=flags))
-        _run(folder, resumed=resume is not None, plain=plain or None)
+        _run(folder, resumed=resume is not None, plain=plain or None, tensorboard=tensorboard)
 
 
 @click.command()
@@ -131,7 +136,7 @@ def _page(folder: Folder, port: int) -> Iterator[None]:
         page.stop()
 
 
-def _run(folder: Folder, *, resumed: bool, plain: bool | None) -> None:
+def _run(folder: Folder, *, resumed: bool, plain: bool | None, tensorboard: bool) -> None:
     """One life of the run's supervisor, with a view of it."""
     with folder.held():
         since = time.time() if resumed else 0.0
@@ -149,6 +154,8 @@ def _run(folder: Folder, *, resumed: bool, plain: bool | None) -> None:
         ending.write_final(folder, facts)
         report = write_report(folder.path, picture)  # which tells the rest by itself
         ending.write_final(folder, {**summary(picture), **facts})
+        if tensorboard:
+            write_tensorboard(picture, folder.path / "tensorboard")
     exact, target = facts["eval_exact"] or 0.0, facts["target"]
     reached = "reached" if exact >= target else "not reached"
     click.echo(f"weights {done.content}")

@@ -64,7 +64,7 @@ def _points(given: Sequence[str]) -> str:
 def _supervisor(folder: Folder, armed: str, flags: Sequence[str]) -> procs.Child:
     argv = [sys.executable, "-m", "holdfast", "run", "--resume", str(folder.path), *flags]
     env = {"HOLDFAST_RUN_FAULTS": armed} if armed else {}
-    # In the terminal's own group, so that Ctrl-C and the terminal are as ever: no log.
+    # What it says goes where ours goes; Ctrl-C is passed on to it.
     return procs.spawn(argv, name="supervisor", env=env, stdin=None)
 
 

@@ -4,11 +4,12 @@ import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import MissingPackage
 from holdfast.views.picture import Picture
 
-__all__ = ["scalars", "write_tensorboard"]
+__all__ = ["need_tensorboard", "scalars", "write_tensorboard"]
 
 _TRAIN = ("reward", "exact", "loss", "grad_norm", "lag", "seconds")
 _EVAL = ("exact", "reward")
@@ -25,13 +26,17 @@ def scalars(picture: Picture) -> Iterator[tuple[int, dict[str, float]]]:
     yield from sorted(steps.items())
 
 
-def write_tensorboard(picture: Picture, folder: Path) -> None:
-    """Write the curves into a folder that TensorBoard reads."""
+def need_tensorboard() -> Any:
+    """The package that writes them. Raises `MissingPackage`."""
     try:
-        writers = importlib.import_module("tensorboardX")
+        return importlib.import_module("tensorboardX")
     except ImportError:
         raise MissingPackage("TensorBoard's files need: pip install tensorboardX") from None
-    with writers.SummaryWriter(str(folder)) as writer:
+
+
+def write_tensorboard(picture: Picture, folder: Path) -> None:
+    """Write the curves into a folder that TensorBoard reads."""
+    with need_tensorboard().SummaryWriter(str(folder)) as writer:
         for step, numbers in scalars(picture):
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
