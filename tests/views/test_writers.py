@@ -45,7 +45,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_tensorboard_files(tmp_path: Path) -> None:
     """Every curve is in the file that TensorBoard reads."""
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     storm(tmp_path)
     write_tensorboard(look(tmp_path), tmp_path / "board")
     [file] = (tmp_path / "board").iterdir()
