@@ -58,6 +58,7 @@ def test_a_seed_is_the_same_story_in_every_process(name: str, seed: int) -> None
     assert len(told.pop().splitlines()) > 20
 
 
+@pytest.mark.long
 def test_the_sound_protocol_holds() -> None:
     """A hundred schedules here; thousands in `make test-long`."""
     for summary in search(protocols.find("election"), range(100)):
@@ -65,6 +66,7 @@ def test_the_sound_protocol_holds() -> None:
     assert summary.steps > 100 * 300
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", protocols.broken_names("election"))
 def test_every_broken_variant_is_caught_and_shrunk(name: str) -> None:
     """Caught within 1,000 seeds; of its faults none can be left out."""

@@ -37,6 +37,7 @@ FAULTS = "HOLDFAST_RUN_FAULTS"
 _POLL_S = 0.05
 _FAILURES = 5
 _WORDS = 400
+_LEAVE_S = 10.0
 _POISON = 50
 """Deaths after which an operation is given up: kills on purpose must not add up to that."""
 
@@ -146,10 +147,16 @@ class Supervisor:
         self._remove_store()
 
     def _remove_store(self) -> None:
-        """Samples that are left can be made again: they go with the processes."""
-        if not self._folder.config.store:
-            with contextlib.suppress(NotFound):
-                shm.remove(self._folder.run)
+        """Samples that are left can be made again: they go with the processes.
+
+        Of what was killed, children may live for a moment longer, and have it open.
+        """
+        if self._folder.config.store:
+            return
+        until = time.monotonic() + _LEAVE_S
+        with contextlib.suppress(NotFound):
+            while not shm.remove(self._folder.run) and time.monotonic() < until:
+                time.sleep(_POLL_S)
 
 
 def _arm(folder: Folder) -> None:

@@ -16,6 +16,7 @@ _SOUND = {
     "queue": "put, claim, fetch, acknowledge: promises 3 and 4",
     "rendezvous": "nodes meet, hold ranks, are replaced, leave together: promise 5",
     "routes": "jobs move, gateways lag, callers are told the truth: promise 1",
+    "run": "everything together, orchestrators die and overlap: promises 2 to 4 and 7",
     "weights": "publish, pin, load, acknowledge, sweep: promise 6",
 }
 
