@@ -20,9 +20,9 @@ from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run import plan
 from holdfast.run.config import Config
 from holdfast.run.metrics import Metrics
-from holdfast.run.orchestrator import Orchestrator
+from holdfast.run.orchestrator import Orchestrator, has_ended
 from holdfast.run.pool import Pool
-from holdfast.run.records import ModelRecord, RunDone
+from holdfast.run.records import ModelRecord
 from holdfast.run.steps import Steps
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Queue
@@ -61,7 +61,8 @@ async def orchestrate(settings: OrchestratorSettings) -> None:
     async with contextlib.AsyncExitStack() as stack:
         opened = await stack.enter_async_context(ledger.open(settings.ledger))
         steps = Steps(LiveRuntime(opened), settings.run)
-        if await steps.read(steps.keys.end, RunDone) is not None:
+        metrics = Metrics(Path(settings.folder) / "metrics.jsonl")
+        if await has_ended(steps, metrics):
             return
         store = stack.enter_context(transfer.connect(settings.store))
         queue = await stack.enter_async_context(
@@ -81,7 +82,6 @@ async def orchestrate(settings: OrchestratorSettings) -> None:
         pool = await stack.enter_async_context(
             Pool(book, settings.token, patience_s=config.rollout.patience_s)
         )
-        metrics = Metrics(Path(settings.folder) / "metrics.jsonl")
         await Orchestrator(config, steps, queue, client, pool, model, metrics).run()
 
 

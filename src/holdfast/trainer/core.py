@@ -151,7 +151,7 @@ class Core:
         return session
 
     @contextlib.asynccontextmanager
-    async def _sure(self) -> AsyncIterator[None]:
+    async def sure(self) -> AsyncIterator[None]:
         """Say "no" only as the one who acts for the job: what we remember may be old."""
         try:
             yield
@@ -161,14 +161,14 @@ class Core:
 
     async def heartbeat(self, name: str) -> None:
         """A sign of life. `Gone` when the session has ended."""
-        async with self._sure():
+        async with self.sure():
             self.session(name)
 
     # ---- models ----------------------------------------------------------------
 
     async def create_model(self, session: str, seq: int, op: ops.CreateModel) -> tuple[str, str]:
         """Begin a model; returns its promise and its name. Asked twice, it is the same one."""
-        async with self._sure():
+        async with self.sure():
             self.session(session)
             return await self._create_model(session, seq, op)
 
@@ -195,7 +195,7 @@ class Core:
 
     async def create_sampler(self, session: str, seq: int, base: str, path: str) -> str:
         """Begin a sampling session on a base or on saved weights. Asked twice: the same one."""
-        async with self._sure():
+        async with self.sure():
             self.session(session)
             return await self._create_sampler(session, seq, base, path)
 
@@ -279,7 +279,7 @@ class Core:
 
     async def unload(self, name: str, op: ops.Unload) -> str:
         """Promise to forget a model. It has no number of its own: it is the last one."""
-        async with self._sure():
+        async with self.sure():
             state = self.find_any(name)
             if state.model is None:
                 raise NotFound(f"there is no model {name[:80]!r}")
@@ -297,7 +297,7 @@ class Core:
 
     async def delete_save(self, where: tuple[str, str, str]) -> None:
         """Delete what was saved. Its name may be used again."""
-        async with self._sure():
+        async with self.sure():
             save = self.saves.get(where)
             if save is None:
                 raise NotFound(f"nothing was saved as {unparse(*where)[:200]}")
@@ -322,7 +322,7 @@ class Core:
 
         A number that was refused is used up, as if it had been carried out and failed.
         """
-        async with self._sure():
+        async with self.sure():
             return await self._submit(name, number, op, refused, also)
 
     async def _submit(
@@ -452,7 +452,7 @@ class Core:
 
     async def retrieve(self, request: str, hold_s: float) -> Outcome | Pending:
         """What came of a promise; waits for it, but not longer than `hold_s`."""
-        async with self._sure():
+        async with self.sure():
             return await self._retrieve(request, hold_s)
 
     async def _retrieve(self, request: str, hold_s: float) -> Outcome | Pending:

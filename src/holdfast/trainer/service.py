@@ -279,7 +279,8 @@ class Service:
     # ---- operations ------------------------------------------------------------
 
     async def _submit(self, ask: Numbered) -> Answer:
-        state = self._core.find_any(ask.model)
+        async with self._core.sure():
+            state = self._core.find_any(ask.model)
         refused = None
         try:
             self._core.compute.check(state.base, ask.op)
@@ -307,7 +308,9 @@ class Service:
         except BatchFailed as error:
             if all(isinstance(one, Retriable) for one in error.failures.values()):
                 raise Unavailable(str(error)) from error
-            # The number is not used up: the same step may be sent with other references.
+            # The number is not used up: the same step may be sent with other references. But one
+            # who was replaced may not know that the operation was promised since.
+            await self._core.journal.check()
             return answers.problem(424, "values_missing", str(error))
         op = references.filled(ask, values)
         return await self._submit(Numbered(ask.model_id, ask.seq_id, op))
