@@ -176,7 +176,7 @@ class _DeliveredOnce(OperationsProtocol):
 
 class _Unsure(Core):
     @contextlib.asynccontextmanager
-    async def _sure(self) -> AsyncIterator[None]:
+    async def sure(self) -> AsyncIterator[None]:
         yield
 
 
