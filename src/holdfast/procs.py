@@ -132,7 +132,8 @@ class Child:
         self.kill_group()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # what it no longer reads
+                    pipe.close()
 
 
 def spawn(

@@ -41,7 +41,8 @@ class Pool:
         self._patience_s = patience_s
         self._replicas: dict[str, _Replica] = {}
         """By address: a new life of a replica is another replica."""
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set when somebody may have time now."""
         self._http = httpx.AsyncClient(
             headers={"x-run-token": token}, timeout=_TIMEOUT, trust_env=False
         )
@@ -79,34 +80,32 @@ class Pool:
             for member in (await self._book.view()).members
             if member.record.address
         }
-        async with self._changed:
-            for address in self._replicas.keys() - found.keys():
-                del self._replicas[address]
-            for address, name in found.items():
-                if address not in self._replicas:
-                    self._replicas[address] = _Replica(name, address)
-            self._changed.notify_all()
+        for address in self._replicas.keys() - found.keys():
+            del self._replicas[address]
+        for address, name in found.items():
+            if address not in self._replicas:
+                self._replicas[address] = _Replica(name, address)
+        self._changed.set()
 
     async def _take(self, apart: set[str]) -> _Replica:
         """Wait for a replica that has time, and count ourselves in."""
-        async with self._changed:
-            while True:
-                free = [
-                    one
-                    for one in self._replicas.values()
-                    if one.busy < _AT_ONCE and one.address not in apart
-                ]
-                if free:
-                    chosen = min(free, key=lambda one: (one.failures, one.busy))
-                    chosen.busy += 1
-                    return chosen
-                await self._changed.wait()
+        while True:
+            free = [
+                one
+                for one in self._replicas.values()
+                if one.busy < _AT_ONCE and one.address not in apart
+            ]
+            if free:
+                chosen = min(free, key=lambda one: (one.failures, one.busy))
+                chosen.busy += 1
+                return chosen
+            self._changed.clear()
+            await self._changed.wait()
 
-    async def _give_back(self, replica: _Replica, *, failed: bool) -> None:
-        async with self._changed:
-            replica.busy -= 1
-            replica.failures = replica.failures + 1 if failed else 0
-            self._changed.notify_all()
+    def _give_back(self, replica: _Replica, *, failed: bool) -> None:
+        replica.busy -= 1
+        replica.failures = replica.failures + 1 if failed else 0
+        self._changed.set()
 
     # ---- asking ----------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class Pool:
             failed = False
             return answer
         finally:
-            await asyncio.shield(self._give_back(replica, failed=failed))
+            self._give_back(replica, failed=failed)
 
     async def _post(self, replica: _Replica, ask: Ask) -> Answer:
         try:

@@ -134,7 +134,7 @@ class SimPool(Pool):
         self._node = node
         self._patience_s = patience_s
         self._replicas = {one: _Replica(one, one) for one in addresses}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
 
     async def _post(self, replica: _Replica, ask: Ask) -> Answer:
         body = msgspec.json.encode(ask)
