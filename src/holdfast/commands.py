@@ -7,13 +7,17 @@ import asyncio
 import contextlib
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
+import holdfast
 from holdfast.errors import Mistake, NotFound, Unavailable
+from holdfast.faults import _declared_in
 from holdfast.run import ending
 from holdfast.run.config import Config, load
 from holdfast.run.driver import drive, supervise
@@ -22,11 +26,18 @@ from holdfast.run.supervisor import Supervisor
 from holdfast.run.why import why as why_of
 from holdfast.text import table
 from holdfast.transfer import shm
+from holdfast.views.picture import Picture
+from holdfast.views.points import of_a_run
 from holdfast.views.report import summary, write_report
 from holdfast.views.tail import look
 from holdfast.views.terminal import Viewer
 from holdfast.views.web import Web
-from holdfast.views.writers import need_tensorboard, write_tensorboard
+from holdfast.views.writers import (
+    need_tensorboard,
+    need_wandb,
+    write_tensorboard,
+    write_wandb,
+)
 
 __all__ = ["clean", "run", "why"]
 
@@ -47,6 +58,7 @@ _PROOF = ("steps=12", "evaluate.every=6", "evaluate.prompts=16")
 @click.option("--port", default=0, help="Of that page [default: any].")
 @click.option("--plain", is_flag=True, help="Lines instead of a picture.")
 @click.option("--tensorboard", is_flag=True, help="Write curves for TensorBoard, at the end.")
+@click.option("--wandb", is_flag=True, help="Write them to Weights & Biases, at the end.")
 @click.option("--dry-run", is_flag=True, help="Print what was understood, and do nothing.")
 def run(
     config: Path | None,
@@ -61,6 +73,7 @@ def run(
     port: int,
     plain: bool,
     tensorboard: bool,
+    wandb: bool,
     dry_run: bool,
 ) -> None:
     """Run a whole RL job on this machine: trainer, replicas, gateway and all.
@@ -76,6 +89,8 @@ def run(
     """
     if tensorboard:
         need_tensorboard()
+    if wandb:
+        need_wandb()
     if resume is not None:
         if config or settings or out or seed is not None or prove:
             raise Mistake("--resume goes on with what was asked for then: give nothing else")
@@ -93,9 +108,14 @@ def run(
     click.echo(f"holdfast: {folder.path}")
     with _page(folder, port) if web else contextlib.nullcontext():
         if chaos is not None:
-            flags = ["--plain"] * plain + ["--tensorboard"] * tensorboard
+            flags = ["--plain"] * plain + ["--tensorboard"] * tensorboard + ["--wandb"] * wandb
             sys.exit(drive(folder, chaos, seed=folder.config.seed, faults=faults, flags=flags))
-        _run(folder, resumed=resume is not None, plain=plain or None, tensorboard=tensorboard)
+        picture, facts = _run(folder, resumed=resume is not None, plain=plain or None)
+        if tensorboard:
+            write_tensorboard(picture, folder.path / "tensorboard")
+        if wandb:
+            config_of = folder.config.model_dump(mode="json")
+            write_wandb(folder.path, run=folder.run, config=config_of, facts=facts)
 
 
 @click.command()
@@ -136,8 +156,8 @@ def _page(folder: Folder, port: int) -> Iterator[None]:
         page.stop()
 
 
-def _run(folder: Folder, *, resumed: bool, plain: bool | None, tensorboard: bool) -> None:
-    """One life of the run's supervisor, with a view of it."""
+def _run(folder: Folder, *, resumed: bool, plain: bool | None) -> tuple[Picture, dict[str, Any]]:
+    """One life of the run's supervisor, with a view of it; returns what came of it."""
     with folder.held():
         since = time.time() if resumed else 0.0
         viewer = Viewer(folder.path, plain=plain, since=since)
@@ -152,15 +172,21 @@ def _run(folder: Folder, *, resumed: bool, plain: bool | None, tensorboard: bool
         picture = look(folder.path)
         facts = ending.final_of(folder, done)
         ending.write_final(folder, facts)
-        report = write_report(folder.path, picture)  # which tells the rest by itself
-        ending.write_final(folder, {**summary(picture), **facts})
-        if tensorboard:
-            write_tensorboard(picture, folder.path / "tensorboard")
+        points = _points(folder) if picture.counts["chaos.planned"] else []
+        report = write_report(folder.path, picture, points=points)  # tells the rest by itself
+        told = {**summary(picture), "points": picture.points.facts(points)}
+        ending.write_final(folder, {**told, **facts})
     exact, target = facts["eval_exact"] or 0.0, facts["target"]
     reached = "reached" if exact >= target else "not reached"
     click.echo(f"weights {done.content}")
     click.echo(f"held-out exact match {exact:.3f} (target {target:g}: {reached})")
     click.echo(f"report {report}")
+    return picture, facts
+
+
+def _points(folder: Folder) -> list[str]:
+    """The fault points of the parts of a run."""
+    return of_a_run(set(_declared_in(holdfast)), ledger=folder.ledger, store=folder.store)
 
 
 def _complain(text: str) -> None:
@@ -183,12 +209,18 @@ def _prove(config: Config, out: Path | None, faults: int) -> int:
 
 
 def _judge(calm: Folder, storm: Folder) -> int:
-    faults = look(storm.path).faults
+    picture = look(storm.path)
+    faults = picture.faults
     rows = [
         [one.clause or one.kind, str(one.step), one.point, f"{faults.lost_s(one) or 0.0:.1f}"]
         for one in faults.kept
     ]
     click.echo("\n".join(table(["FAULT", "STEP", "POINT", "SECONDS LOST"], rows, "lrlr")))
+    for name, points in picture.points.facts(_points(storm)).items():
+        title = f"points {name.replace('_', ' ')} ({len(points)}): "
+        click.echo(
+            textwrap.fill(title + (", ".join(points) or "none"), 99, subsequent_indent="  ")
+        )
     hashes = [done.content if done else "-" for _, done in map(ending.state_of, (calm, storm))]
     click.echo(f"calm   {hashes[0]}\nstorm  {hashes[1]}")
     found = ending.differences(calm.path, storm.path)

@@ -392,6 +392,13 @@ def _check_name(name: str) -> None:
         raise Mistake(f"a fault point is named like 'weights.publish.after_rename', not {name!r}")
 
 
+def arm_from_environment() -> None:
+    """Arm what the environment variable says: done when this is imported."""
+    if plan := os.environ.get(PLAN_VARIABLE):
+        arm(plan)
+        _warn(parse(plan))
+
+
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()
@@ -399,6 +406,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-if os.environ.get(PLAN_VARIABLE):
-    arm(os.environ[PLAN_VARIABLE])
-    _warn(parse(os.environ[PLAN_VARIABLE]))
+arm_from_environment()

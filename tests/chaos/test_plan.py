@@ -9,6 +9,8 @@ TEXTS = (
     "trainer.rank1@step 7",
     "gateway@12s",
     "replica0: pause 20s@step 9",
+    "gateway: cut 5s@step 9",
+    "gateway: cut 2.5s@12s",
     "ledger: cut 5s@step 4",
     "disk: full 10s@step 8",
     "store: corrupt@step 6",
@@ -37,7 +39,11 @@ def test_many() -> None:
         ("gateway", "say when"),
         ("gatway@1s", "nothing is called 'gatway'"),
         ("gateway: pause@1s", "last some seconds"),
-        ("gateway: cut 3s@1s", "kill or pause"),
+        ("replica0: cut 3s@1s", "what can be done to replica0 is: kill or pause"),
+        ("gateway: corrupt@1s", "kill or pause or cut"),
+        ("gateway: cut@1s", "last some seconds"),
+        ("gateway: cut 99999s@1s", "not 0 to"),
+        ("gateway: cut 3s@run.step.done", "say when"),
         ("ledger: pause 3s@1s", "what can be done to ledger is: cut"),
         ("gateway@0s", "not 0 to"),
         ("replica0: pause 3s@run.step.done", "say when"),
@@ -53,10 +59,13 @@ def test_mistakes(text: str, hint: str) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_storm(seed: int) -> None:
-    """A storm has its faults, hits everybody and some points, and is the same for its seed."""
+    """A storm has its faults, kills everybody, hits some points, cuts the network once, and is
+    the same for its seed."""
     found = storm(seed, 12, faults=20)
     assert len(found) == 20
-    assert {one.target for one in found if not one.point} >= set(PROCESSES)
+    assert {one.target for one in found if one.step and one.action == "kill"} == set(PROCESSES)
+    [cut] = [one for one in found if one.cuts_line]
+    assert 1.0 <= cut.length_s <= 4.0
     assert sum(bool(one.point) for one in found) >= 5
     assert all(2 <= one.step <= 11 for one in found if one.step)
     assert found == storm(seed, 12, faults=20)

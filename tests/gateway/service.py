@@ -87,7 +87,7 @@ class Service:
         found = []
         for one in psutil.Process(self.child.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                line = one.cmdline()
+                line = " ".join(one.cmdline()).split()
                 if word in " ".join(line[:3]) and one.status() != psutil.STATUS_ZOMBIE:
                     found.append(one)
         return found

@@ -88,6 +88,7 @@ def left_over(folder: Path, run_name: str) -> list[str]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            words += b"".join(str(one.readlink()).encode() for one in (path / "fd").iterdir())
             if str(folder).encode() in words and int(path.name) != os.getpid():
                 found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     store = Path("/dev/shm") / f"holdfast-{os.geteuid()}" / run_name

@@ -32,6 +32,7 @@ SINGLE = (
     "trainer.rank0: pause 5s@step 3",
     "trainer.rank1: pause 5s@step 3",
     "host: pause 8s@step 3",
+    "gateway: cut 3s@step 3",
     "ledger: cut 4s@step 3",
     "store: corrupt@step 3",
     "orchestrator@run.step.sampled 2",

@@ -49,17 +49,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, floa
 
 
 def ranks(there: House) -> list[psutil.Process]:
-    """The workers of the trainer's agent, rank 0 first; those kept warm speak to nobody yet."""
-    agents = [one for one in there.service.processes("-m holdfast") if "launch" in one.cmdline()]
-    if not agents:
-        return []
-    port = int(agents[0].environ()["PORT"])
-    found: list[tuple[bool, psutil.Process]] = []
-    for one in agents[0].children():
+    """The living ranks of the trainer, rank 0 first: each has a file of events that names it."""
+    found: list[tuple[int, psutil.Process]] = []
+    for path in (there.folder / "trainers").glob("*/*/events/*.jsonl"):
+        _, _, rank, pid = path.stem.split("-")
         with contextlib.suppress(psutil.Error):
-            listening = {at.laddr.port for at in one.net_connections() if at.status == "LISTEN"}
-            if listening:
-                found.append((port not in listening, one))
+            one = psutil.Process(int(pid))
+            if one.status() != psutil.STATUS_ZOMBIE:
+                found.append((int(rank[1:]), one))
     return [one for _, one in sorted(found, key=lambda it: it[0])]
 
 

@@ -9,7 +9,7 @@ from holdfast.errors import MissingPackage
 from holdfast.views.picture import Picture
 from holdfast.views.tail import look
 from holdfast.views.told import Told
-from holdfast.views.writers import scalars, write_tensorboard
+from holdfast.views.writers import metrics, scalars, write_tensorboard, write_wandb
 
 from .logs import storm
 
@@ -41,6 +41,30 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(MissingPackage, match="pip install tensorboardX"):
         write_tensorboard(Picture(), tmp_path)
+
+
+def test_metrics_by_step(tmp_path: Path) -> None:
+    """What the file says of a step is together, by who found it; what is no number is left out,
+    and no file is no steps."""
+    path = tmp_path / "metrics.jsonl"
+    assert list(metrics(path)) == []
+    path.write_text(
+        '{"step":1,"reward":0.5,"loss":null,"content":"ab","dropped":[2]}\n'
+        '{"step":2,"reward":0.75,"samples":16}\n{"step":2,"eval_exact":1.0}\n'
+    )
+    assert list(metrics(path)) == [
+        (1, {"train/reward": 0.5}),
+        (2, {"train/reward": 0.75, "train/samples": 16, "eval/exact": 1.0}),
+    ]
+
+
+def test_wandb_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package the error says what to install."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackage, match="pip install wandb"):
+        write_wandb(tmp_path, run="run-1", config={}, facts={})
 
 
 def test_tensorboard_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     trainer.rank1@step 7            kill it while step 7 is trained
     gateway@12s                     kill it 12 s after the run has begun
     replica0: pause 20s@step 9      stop it, and let it go on after 20 s
+    gateway: cut 5s@step 9          cut the line between orchestrator and gateway for 5 s
     ledger: cut 5s@step 4           nobody can write to the ledger for 5 s
     store: corrupt@step 6           flip a bit of a sample that lies in the store
     disk: full 10s@step 8           no room on the run's file system (a small one) for 10 s
@@ -10,8 +11,8 @@
     trainer.rank0@trainer.result.after 3    ... the third time
 
 Clauses are separated by ';' or line ends; '#' begins a comment. Processes are killed unless
-`pause` is said. The first process that comes to a fault point is the one that dies; the name
-before it is for people.
+`pause` or `cut` is said. The first process that comes to a fault point is the one that dies; the
+name before it is for people.
 """
 
 import random
@@ -28,6 +29,7 @@ __all__ = ["PROCESSES", "Clause", "parse", "storm"]
 Action = Literal["kill", "pause", "cut", "corrupt", "full"]
 _OF_PROCESS: tuple[Action, ...] = ("kill", "pause")
 _OF_THING: dict[str, Action] = {"ledger": "cut", "store": "corrupt", "disk": "full"}
+_ON_A_LINE = "gateway"
 PROCESSES = (
     "supervisor",
     "orchestrator",
@@ -67,15 +69,22 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True):
     point: str = ""
     hit: int = 1
 
+    @property
+    def armed(self) -> str:
+        """Its fault point and which hit of it, as it is written in a plan; '' if it has none."""
+        return self.point + (f" {self.hit}" if self.hit > 1 else "")
+
+    @property
+    def cuts_line(self) -> bool:
+        """Whether the network is cut, which has to lead past us then."""
+        return self.action == "cut" and self.target == _ON_A_LINE
+
     def __str__(self) -> str:
         what = "" if self.action == "kill" else f": {self.action}"
         length = f" {self.length_s:g}s" if self.length_s else ""
         late = f" + {self.delay_s:g}s" if self.delay_s else ""
-        if self.point:
-            when = self.point + (f" {self.hit}" if self.hit > 1 else "")
-        else:
-            when = f"step {self.step}{late}" if self.step else f"{self.at_s:g}s"
-        return f"{self.target}{what}{length}@{when}"
+        when = f"step {self.step}{late}" if self.step else f"{self.at_s:g}s"
+        return f"{self.target}{what}{length}@{self.armed or when}"
 
 
 def parse(text: str) -> tuple[Clause, ...]:
@@ -101,9 +110,12 @@ def _clause(text: str) -> Clause:
         known = ", ".join((*PROCESSES, *_OF_THING))
         raise Mistake(f"chaos clause {text[:200]!r}: nothing is called {target!r}: {known}")
     chosen = action or thing or "kill"
-    if chosen not in ((thing,) if thing else _OF_PROCESS):
-        can = thing or " or ".join(_OF_PROCESS)
-        raise Mistake(f"chaos clause {text[:200]!r}: what can be done to {target} is: {can}")
+    can: tuple[Action, ...] = (thing,) if thing else _OF_PROCESS
+    if target == _ON_A_LINE:
+        can = (*can, "cut")
+    if chosen not in can:
+        what = " or ".join(can)
+        raise Mistake(f"chaos clause {text[:200]!r}: what can be done to {target} is: {what}")
     length_s = _seconds(match["length"][:-1], text) if match["length"] else 0.0
     if (chosen in ("pause", "cut", "full")) != bool(length_s):
         raise Mistake(f"chaos clause {text[:200]!r}: 'pause', 'cut' and 'full' last some seconds")
@@ -156,7 +168,7 @@ def storm(
     targets: Sequence[str] = PROCESSES,
     points: Sequence[tuple[str, str]] = POINTS,
 ) -> tuple[Clause, ...]:
-    """Faults by seed: every target dies at least once, and some points are hit."""
+    """Faults by seed: every target dies once at least, points are hit, and the line is cut."""
     if steps < 4:
         raise Mistake(f"a storm needs a run of 4 steps at least, not {steps}")
     dice = random.Random(f"{seed}/storm")
@@ -164,13 +176,15 @@ def storm(
         Clause(target=who, point=point, hit=dice.randint(2, 4))
         for who, point in dice.sample(points, min(len(points), max(1, faults // 4)))
     ]
-    wanted = list(targets)
+    if _ON_A_LINE in targets:
+        clauses.append(Clause(target=_ON_A_LINE, action="cut", step=dice.randint(2, steps - 1)))
+    wanted = [(who, True) for who in targets]  # these die, whatever else is done to them
     while len(clauses) + len(wanted) < faults:
-        wanted.append(dice.choice(targets))
+        wanted.append((dice.choice(targets), False))
     dice.shuffle(wanted)
-    for place, who in enumerate(wanted):
+    for place, (who, dies) in enumerate(wanted):
         step = 2 + place * (steps - 3) // max(1, len(wanted) - 1)
-        pause = who.startswith(("replica", "trainer.rank")) and place >= len(targets)
+        pause = who.startswith(("replica", "trainer.rank")) and not dies
         clauses.append(
             Clause(
                 target=who,
@@ -182,7 +196,7 @@ def storm(
         )
     return tuple(
         msgspec.structs.replace(one, length_s=round(dice.uniform(1.0, 4.0), 1))
-        if one.action == "pause"
+        if one.action in ("pause", "cut")
         else one
         for one in clauses
     )

@@ -2,7 +2,9 @@
 
 A process of its own, beside the run. It follows the run's events to know which step is being
 trained, does what the plan says when its moment has come, and tells of it in the same folder.
-What the fault points do is armed by whoever starts the run; here it is only told.
+What the fault points do is armed by whoever starts the run; here it is only told. So is the
+line to the gateway, which leads through this process if the plan cuts it: then it lives as
+long as the run.
 """
 
 import asyncio
@@ -19,15 +21,25 @@ import msgspec
 
 from holdfast import events
 from holdfast.chaos import strikes
+from holdfast.chaos.line import Line
 from holdfast.chaos.plan import Clause, parse, storm
 from holdfast.chaos.victims import find
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, Mistake
+from holdfast.text import plural
 
 __all__ = ["main"]
 
 _LOOK_S = 0.05
 _FIND_S = 20.0
 """How long to wait for a victim that is just being started again."""
+
+
+class Planned(events.Event, frozen=True, tag="chaos.planned"):
+    """What is going to be done."""
+
+    clauses: tuple[str, ...]
+    points: tuple[str, ...]
+    """The fault points among them; with a number if it is not the first hit."""
 
 
 class Struck(events.Event, frozen=True, tag="chaos.struck"):
@@ -66,6 +78,7 @@ class _Told(msgspec.Struct):
     at: float = 0.0
     step: int = 0
     point: str = ""
+    hit: int = 1
     pid: int = 0
 
 
@@ -103,9 +116,12 @@ class Tale:
 class Chaos:
     """One plan, being carried out."""
 
-    def __init__(self, folder: Path, clauses: tuple[Clause, ...], seed: int) -> None:
+    def __init__(
+        self, folder: Path, clauses: tuple[Clause, ...], seed: int, line: Line | None = None
+    ) -> None:
         self._folder = folder
         self._clauses = clauses
+        self._line = line
         self._luck = random.Random(f"{seed}/chaos")
         self._tale = Tale(folder)
         self._began = time.monotonic()
@@ -113,10 +129,12 @@ class Chaos:
         self._told_points = 0
 
     async def run(self) -> None:
-        """Until everything of the plan is done, and healed."""
+        """Until everything of the plan is done, and healed; for ever with a line."""
         strikes_to_come = [asyncio.create_task(self._strike(one)) for one in self._clauses]
         try:
-            while any(not task.done() for task in strikes_to_come) or self._open:
+            while self._line or self._open or any(not task.done() for task in strikes_to_come):
+                if self._line is not None:
+                    self._line.follow()
                 self._follow()
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -128,9 +146,10 @@ class Chaos:
         tale = self._tale
         tale.read()
         for fired in tale.fired[self._told_points :]:
-            clause = next((one for one in self._clauses if one.point == fired.point), None)
-            if clause is not None:
-                self._tell(clause, fired.pid, at=fired.at)
+            for clause in self._clauses:
+                if _is_of(fired, clause):
+                    self._tell(clause, fired.pid, at=fired.at)
+                    break
         self._told_points = len(tale.fired)
         for clause, at in list(self._open):
             after = [when for _, when in tale.trained if when > at]
@@ -156,7 +175,7 @@ class Chaos:
 
     async def _strike(self, clause: Clause) -> None:
         if clause.point:
-            while not any(one.point == clause.point for one in self._tale.fired):  # noqa: ASYNC110
+            while not any(_is_of(one, clause) for one in self._tale.fired):  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_S)
             return
         while not self._is_due(clause):  # noqa: ASYNC110 -- another process's progress
@@ -174,6 +193,11 @@ class Chaos:
 
     async def _act(self, clause: Clause) -> None:
         match clause.action:
+            case "cut" if clause.cuts_line:
+                if self._line is None:
+                    raise Mistake("the orchestrator's line to the gateway does not lead past here")
+                self._tell(clause, 0, point=plural(self._line.open_connections, "open connection"))
+                await self._line.cut(clause.length_s)
             case "cut":
                 self._tell(clause, 0)
                 await strikes.cut(self._folder / "ledger.db", clause.length_s)
@@ -199,6 +223,10 @@ class Chaos:
         events.emit(Missed(clause=str(clause), reason=f"there was no {clause.target}"))
 
 
+def _is_of(fired: _Told, clause: Clause) -> bool:
+    return (fired.point, fired.hit) == (clause.point, clause.hit)
+
+
 class _Run(msgspec.Struct):
     run: str
 
@@ -214,20 +242,35 @@ def _store(folder: Path) -> Path:
 @click.option("--steps", default=100, help="How long the run is; for a storm.")
 @click.option("--faults", "count", default=20, help="How many faults a storm has.")
 @click.option("--seed", default=0)
-@click.option("--points", is_flag=True, help="Only print what HOLDFAST_FAULTS has to be for it.")
-def main(folder: Path, text: str, steps: int, count: int, seed: int, points: bool) -> None:
+@click.option("--line", "port", default=0, help="Where the line to the gateway comes past.")
+@click.option("--needs", is_flag=True, help="Only print what the run has to be given, as JSON.")
+def main(
+    folder: Path, text: str, steps: int, count: int, seed: int, port: int, needs: bool
+) -> None:
     """Carry a plan out on the run in FOLDER."""
     try:
         clauses = read_plan(text, steps, count, seed)
     except HoldfastError as error:
         click.echo(f"holdfast: {error}", err=True)
         sys.exit(error.exit_code)
-    if points:
-        click.echo(";".join(f"{one.point}:kill@{one.hit}!" for one in clauses if one.point))
+    if needs:
+        armed = ";".join(f"{one.point}:kill@{one.hit}!" for one in clauses if one.point)
+        line = any(one.cuts_line for one in clauses)
+        click.echo(msgspec.json.encode({"faults": armed, "line": line}).decode())
         return
     (folder / "events").mkdir(parents=True, exist_ok=True)
     events.configure(folder / "events" / "chaos.jsonl", process="chaos")
-    asyncio.run(Chaos(folder, clauses, seed).run())
+    points = tuple(one.armed for one in clauses if one.point)
+    events.emit(Planned(clauses=tuple(map(str, clauses)), points=points))
+    asyncio.run(_carry_out(folder, clauses, seed, port))
+
+
+async def _carry_out(folder: Path, clauses: tuple[Clause, ...], seed: int, port: int) -> None:
+    if not port:
+        await Chaos(folder, clauses, seed).run()
+        return
+    async with Line(folder, port) as line:
+        await Chaos(folder, clauses, seed, line).run()
 
 
 def read_plan(text: str, steps: int, count: int, seed: int) -> tuple[Clause, ...]:

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
 from holdfast import events, procs
 from holdfast.errors import Mistake
 from holdfast.jobs.serving import SETTINGS
+from holdfast.nursery import Nursery
 
 __all__ = ["Part", "Supervisor", "own_name", "reserve"]
 
@@ -41,8 +43,16 @@ class Restarted(events.Event, frozen=True, tag="serve.restarted"):
 class Part:
     """One process that is kept alive."""
 
-    def __init__(self, name: str, module: str, settings: msgspec.Struct, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        settings: msgspec.Struct,
+        log: Path,
+        nursery: Nursery | None = None,
+    ) -> None:
         self.name = name
+        self._nursery = nursery
         self._argv = [sys.executable, "-m", module]
         self._env = {SETTINGS: msgspec.json.encode(settings).decode()}
         self._log = log
@@ -56,7 +66,9 @@ class Part:
     def start(self) -> None:
         """Start it."""
         self._began = time.monotonic()
-        self._child = procs.spawn(self._argv, name=self.name, log=self._log, env=self._env)
+        given: Any = {"name": self.name, "log": self._log, "env": self._env}
+        child = self._nursery.spawn(self._argv, **given) if self._nursery else None
+        self._child = child or procs.spawn(self._argv, **given)
 
     @property
     def pid(self) -> int:

@@ -5,6 +5,7 @@ give their jobs back; when this process is killed, they die with it and are begu
 """
 
 import asyncio
+import shlex
 import time
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import msgspec
 from holdfast import events, ledger
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
-from holdfast.jobs.local import LocalLauncher
+from holdfast.jobs.local import LocalLauncher, is_own
 from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.nursery import Nursery, begin
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["HostSettings", "main"]
@@ -39,7 +41,11 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     restarts: int = Budget().restarts
 
 
-async def serve(settings: HostSettings) -> None:
+PRELOAD = ("holdfast.trainer.preload",)
+"""What the nursery of a host has imported that starts Holdfast's own trainers."""
+
+
+async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
     """Be a host until a signal comes."""
     folder = Path(settings.folder)
     launcher = LocalLauncher(
@@ -49,6 +55,7 @@ async def serve(settings: HostSettings) -> None:
         allow_commands=settings.allow_commands,
         health_path=settings.health_path,
         start_s=settings.start_s,
+        nursery=nursery,
     )
     async with ledger.open(settings.ledger) as opened:
         jobs = Jobs(LiveRuntime(opened), settings.run, time.time)
@@ -67,10 +74,12 @@ async def serve(settings: HostSettings) -> None:
 def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=HostSettings)
+    own = any(is_own(shlex.split(command)) for command in settings.trainers.values())
+    nursery = begin(PRELOAD) if own else None
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     events.configure(log, process=settings.name)
-    asyncio.run(serve(settings))
+    asyncio.run(serve(settings, nursery))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import os
 import re
 import shlex
 import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,22 @@ from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
 from holdfast.machine import begun_at, listeners
+from holdfast.nursery import Nursery
 
-__all__ = ["LocalLauncher", "LocalProcess", "log_file"]
+__all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
 
+_IMPORTS_S = 60.0
+"""Longer than this, nobody waits for a nursery."""
+_LOOK_S = 0.02
 _PROBE_S = 0.1
 _PROBE_LIMIT_S = 5.0
 _GOOD = re.compile(rb"HTTP/1\.[01] 2[0-9][0-9][ \r]")
 _NO_HTTP = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+
+
+def is_own(argv: Sequence[str]) -> bool:
+    """Whether a command is Holdfast's own trainer."""
+    return list(argv[:3]) == [sys.executable, "-m", "holdfast.trainer"]
 
 
 def log_file(folder: Path, account: str, job: str, epoch: int) -> Path:
@@ -55,7 +66,10 @@ class LocalLauncher(Launcher):
         host: str = "127.0.0.1",
         health_path: str = "/api/v1/healthz",
         start_s: float = 300.0,
+        nursery: Nursery | None = None,
     ) -> None:
+        """With a nursery, Holdfast's own trainers are forked from it."""
+        self._nursery = nursery
         self._trainers = dict(trainers)
         self._folder = folder
         self._ledger_url = ledger_url
@@ -82,9 +96,9 @@ class LocalLauncher(Launcher):
         }
         log = log_file(self._folder, ticket.account, ticket.job, ticket.epoch)
         try:
-            child = procs.spawn(
-                [arg.replace("{port}", str(port)) for arg in argv], name=who.name, env=env, log=log
-            )
+            given: Any = {"name": who.name, "env": env, "log": log}
+            words = [arg.replace("{port}", str(port)) for arg in argv]
+            child = await self._forked(words, given) or procs.spawn(words, **given)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOEXEC, errno.E2BIG):
                 raise Unavailable(f"{argv[0]} could not be started: {error}") from error
@@ -94,6 +108,15 @@ class LocalLauncher(Launcher):
         except BaseException:
             child.kill_group()
             raise
+
+    async def _forked(self, argv: Sequence[str], given: Any) -> procs.Child | None:
+        if self._nursery is None or not is_own(argv):
+            return None
+        self._nursery.tend()
+        until = time.monotonic() + _IMPORTS_S
+        while self._nursery.alive() and not self._nursery.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
+            await asyncio.sleep(_LOOK_S)
+        return self._nursery.spawn(argv, **given)
 
     def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
         """The command that a spec asks for. `Mistake` when it may not, or there is none."""

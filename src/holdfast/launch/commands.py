@@ -15,6 +15,7 @@ from holdfast.launch import agent, flags
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Delete, unchanged
+from holdfast.nursery import inherit
 from holdfast.rendezvous.decide import restart
 from holdfast.rendezvous.overview import lines, look
 from holdfast.rendezvous.records import Cause, Cycle, Drain, Keys, put_cycle
@@ -140,10 +141,11 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
     if given["dry_run"]:
         click.echo(flags.describe(plan))
         return
+    nursery = inherit()
     folder = plan.logs.folder / plan.settings.run / "events"
     folder.mkdir(parents=True, exist_ok=True)
     events.configure(folder / f"{plan.settings.node}.jsonl", process=plan.settings.node[:100])
-    code = asyncio.run(agent.run(plan))
+    code = asyncio.run(agent.run(plan, nursery))
     raise click.exceptions.Exit(code)
 
 

@@ -26,11 +26,14 @@ from pathlib import Path
 
 from holdfast.errors import Denied, NotFound, TooLarge, Unavailable
 from holdfast.launch.spec import Order, encode
+from holdfast.nursery import Nursery
 from holdfast.procs import Child, die_with_parent
 
 __all__ = ["Blank", "Process"]
 
 _LOOK_S = 0.005
+_WAITING = "a waiting worker"
+_FORKED = (sys.executable, "-m", "holdfast.launch.forked_child")
 _CHILD = str(Path(__file__).with_name("child.py"))
 # As torchrun starts its workers: what they print is not held back.
 _PYTHON = (sys.executable, "-u")
@@ -174,6 +177,7 @@ class Blank:
         cwd: str,
         preload: Sequence[str] = (),
         door: bool = False,
+        nursery: Nursery | None = None,
     ) -> None:
         """`door`: it becomes a program, and need not be a good home for Python code."""
         self.env, self.cwd, self.preload = env, cwd, tuple(preload)
@@ -182,9 +186,9 @@ class Blank:
         with theirs:
             self._ours.setblocking(False)
             try:
-                self.process = Process.start(
+                self.process = self._forked(nursery, theirs) or Process.start(
                     [*(_DOOR if door else _PYTHON), _CHILD, str(theirs.fileno()), *preload],
-                    name="a waiting worker",
+                    name=_WAITING,
                     env=env,
                     cwd=cwd,
                     pass_fds=[theirs.fileno()],
@@ -193,6 +197,12 @@ class Blank:
                 self._ours.close()
                 raise
         asyncio.get_running_loop().add_reader(self._ours, self._hear)
+
+    def _forked(self, nursery: Nursery | None, line: socket.socket) -> Process | None:
+        if nursery is None or self.cwd != str(Path.cwd()):
+            return None
+        child = nursery.spawn([*_FORKED, *self.preload], name=_WAITING, env=self.env, line=line)
+        return Process(child.process, _WAITING) if child is not None else None
 
     async def give(self, order: Order) -> Process:
         """Tell it what to run. That it may have died meanwhile is seen at its process."""

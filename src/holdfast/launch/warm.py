@@ -36,6 +36,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
+from holdfast.nursery import Nursery
 
 __all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 
@@ -102,6 +103,7 @@ class WarmPool:
         cwd: Path | None = None,
         preload: Sequence[str] = PRELOAD,
         budget: Budget | None = None,
+        nursery: Nursery | None = None,
         patience_s: float = 20.0,
         tell: Callable[[events.Event], None] = events.emit,
     ) -> None:
@@ -112,6 +114,7 @@ class WarmPool:
         self._cwd = str(cwd or Path.cwd())
         self._preload = tuple(preload)
         self._budget = budget or Budget(6 * spec.slots)
+        self._nursery = nursery
         self._patience_s = patience_s
         self._tell = tell
         self._blanks: list[Blank] = []
@@ -203,7 +206,7 @@ class WarmPool:
             return
 
     def _start(self) -> None:
-        blank = Blank(env=self._env, cwd=self._cwd, preload=self._preload)
+        blank = Blank(env=self._env, cwd=self._cwd, preload=self._preload, nursery=self._nursery)
         self.started += 1
         self._blanks.append(blank)
         if self._gentle:

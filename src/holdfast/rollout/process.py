@@ -21,6 +21,8 @@ from holdfast.rollout.app import App
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.rollout.environments import Judge
 from holdfast.rollout.replica import Replica
+from holdfast.rollout.sampler import Sampler
+from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Queue
 from holdfast.weights import Subscriber
@@ -55,23 +57,30 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     threads: int = 1
     host: str = "127.0.0.1"
     lease_s: float = DEFAULTS.replica_lease_s
+    vllm: VllmSettings | None = None
+    """None: our own engine, in this process."""
 
 
 async def serve(settings: ReplicaSettings) -> None:
     """Be a replica until a signal comes."""
-    stop = asyncio.Event()
+    serving, stop = asyncio.Event(), asyncio.Event()
+    work = asyncio.create_task(_serve(settings, serving, stop), name="replica")
+
+    def end() -> None:
+        stop.set()
+        if not serving.is_set():  # vLLM may take minutes to start
+            work.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    from holdfast.rollout.sampler import Sampler
+        loop.add_signal_handler(number, end)
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
 
-    sampler = Sampler(
-        Path(settings.model),
-        lora_rank=settings.lora_rank,
-        device=settings.device,
-        threads=settings.threads,
-    )
+
+async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asyncio.Event) -> None:
     async with contextlib.AsyncExitStack() as stack:
+        sampler = await stack.enter_async_context(_sampler(settings))
         listening = stack.enter_context(socket.create_server((settings.host, 0)))
         address = f"http://{settings.host}:{listening.getsockname()[1]}"
         opened = await stack.enter_async_context(ledger.open(settings.ledger))
@@ -104,7 +113,19 @@ async def serve(settings: ReplicaSettings) -> None:
             max_tokens=settings.max_tokens or limits.max_tokens,
             max_turns=limits.max_turns,
         )
+        serving.set()
         await _listen(App(replica, settings.token), listening, stop)
+
+
+def _sampler(settings: ReplicaSettings) -> Sampler:
+    base = Path(settings.model)
+    if settings.vllm is not None:
+        log = Path(settings.folder) / "logs" / f"{settings.name}.vllm.log"
+        return VllmSampler(base, settings.vllm, log)
+    from holdfast.rollout.own_sampler import OwnSampler  # torch, which takes seconds
+
+    lora_rank, device, threads = settings.lora_rank, settings.device, settings.threads
+    return OwnSampler(base, lora_rank=lora_rank, device=device, threads=threads)
 
 
 class _Named(Record, frozen=True):

@@ -1,8 +1,9 @@
 """A replica: makes groups of samples, each with exactly the version that is asked for.
 
 - A version is pinned, verified, loaded and acknowledged before it makes anything.
-- A group is a function of what is asked: another replica makes the same bits. So a group may
-  be asked of two replicas, and of one twice; its samples are put into the queue once, by key.
+- A group is a function of what is asked: another replica makes the same bits, if the sampler is
+  exact. So a group may be asked of two replicas, and of one twice; its samples are put into the
+  queue once, by key: whoever is the first decides.
 - An environment that fails spoils its group, which is an answer, not an error.
 - One group is made at a time. More than `MAX_WAITING` do not wait here: whoever asks is told
   to ask somebody else.
@@ -11,7 +12,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from holdfast import events, faults
@@ -64,7 +64,6 @@ class Replica:
         self._judge = judge
         self._max_tokens = max_tokens
         self._max_turns = max_turns
-        self._thread = ThreadPoolExecutor(1, "engine")
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -124,7 +123,7 @@ class Replica:
             decode=sampler.decode,
             seed=ask.seed,
             begin=sampler.first_token,
-            executor=self._thread,
+            executor=sampler.thread,
         )
         scores = await self._judge.scores(task, [(one.turns, one.pieces) for one in episodes])
         await faults.apoint(MADE)
@@ -140,23 +139,24 @@ class Replica:
         )
 
     async def _repair(self, items: "Sequence[Item]") -> None:
-        """Put values where they were: made again, they are the same."""
+        """Put values where they were: made again, they are the same, or the run cannot go on."""
         for item in items:
             (sample,) = await self._queue.samples([item.key])
             for field, value in item.fields.items():
                 was = sample.fields[field]
                 now = await self._store.aput({was.key: value}, generation=was.generation)
                 if now[was.key].checksum != was.checksum:
-                    raise Corrupt(f"{item.key}: {field} came out differently", key=was.key)
+                    raise (Corrupt if self._sampler.exact else Mistake)(
+                        f"{item.key}: {field} came out differently", key=was.key
+                    )
 
     async def _have(self, version: int) -> None:
-        """Have a version in memory, and in the book as ours."""
+        """Have a version to speak with, and in the book as ours."""
         if self._sampler.has(version):
             return
         await self._subscriber.wait_for(version, _VERSION_S)
         async with self._subscriber.pin(version) as pin:
-            loop, weights = asyncio.get_running_loop(), pin.state_dict()
-            await loop.run_in_executor(self._thread, self._sampler.load, version, weights)
+            await self._sampler.load(pin)
             await faults.apoint(LOADED)
             if version > (self._subscriber.acknowledged or -1):
                 await self._subscriber.acknowledge(version)

@@ -1,85 +1,63 @@
-"""The part of a replica that computes: a base model, and a few versions of its weights.
+"""The part of a replica that speaks: its own engine (`own_sampler`), or vLLM (`vllm_sampler`).
 
-Everything here blocks, and is called from one thread. A version that is asked for again is
-still in memory, unless `KEEP` others were asked for since.
+A replica asks for one thing at a time: `load` a version unless it `has` it, then `speak` with
+it. What `speak` gives blocks, and is called from `thread` alone.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import abc
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import numpy as np
-import numpy.typing as npt
-
-from holdfast.engine.base import Lora, load_base
-from holdfast.engine.determinism import settle
-from holdfast.engine.generate import Settings, generate
+from holdfast.rollout.episodes import Speak
 
 if TYPE_CHECKING:
-    import torch
-
-    from holdfast.engine.base import Tenant
+    from holdfast.weights.pin import Pin
 
 __all__ = ["Sampler"]
 
-KEEP = 3
-"""Versions in memory: that of this step's samples, the next one, and one to evaluate."""
 
-Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]
+class Sampler(abc.ABC):
+    """A model that speaks. Use `async with`."""
 
+    exact: ClassVar[bool]
+    """Whether the same question has the same answer, bit for bit, whoever is asked."""
 
-class Sampler:
-    """A model that speaks."""
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.thread = ThreadPoolExecutor(1, "engine")
 
-    def __init__(
-        self, directory: Path, *, lora_rank: int = 0, device: str = "cpu", threads: int = 1
-    ) -> None:
-        settle(threads)
-        self._base = load_base("policy", directory, device=device)
-        self._lora = Lora(rank=lora_rank) if lora_rank else None
-        self._versions: OrderedDict[int, Tenant] = OrderedDict()
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def first_token(self) -> list[int]:
         """What a prompt begins with, where the tokenizer has such a token."""
-        token = self._base.tokenizer.bos_token_id
+        token = self._tokenizer.bos_token_id
         return [] if token is None else [int(token)]
 
     def encode(self, text: str) -> list[int]:
         """A text as tokens."""
-        return list(self._base.tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Tokens as a text."""
-        text: str = self._base.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    @abc.abstractmethod
     def has(self, version: int) -> bool:
-        """Whether a version is in memory."""
-        return version in self._versions
+        """Whether it can speak with a version now."""
 
-    def load(self, version: int, weights: "Mapping[str, torch.Tensor]") -> None:
-        """Have a version in memory; the one that was used least recently goes."""
-        if len(self._versions) >= KEEP:
-            _, tenant = self._versions.popitem(last=False)
-        elif self._lora is None:
-            tenant = self._base.full()
-        else:
-            tenant = self._base.lora(self._lora, f"policy-{len(self._versions)}")
-        tenant.load_state(weights)
-        self._versions[version] = tenant
+    @abc.abstractmethod
+    async def load(self, pin: "Pin") -> None:
+        """Have a version; another one may have to go. `Unavailable` when that is not possible
+        now, and somebody else should be asked.
+        """
 
-    def speak(
-        self, version: int, temperature: float, max_tokens: int
-    ) -> Callable[[Sequence[int], int, int], list[Said]]:
-        """What continues prompts with a version that is in memory."""
-        self._versions.move_to_end(version)
-        tenant: Any = self._versions[version]
-        settings = Settings(max_tokens=max_tokens, temperature=temperature)
-
-        def say(prompt: Sequence[int], count: int, seed: int) -> list[Said]:
-            found = generate(tenant, prompt, settings, num_samples=count, seed=seed)
-            return [(one.tokens, one.logprobs, one.stop_reason) for one in found.continuations]
-
-        return say
+    @abc.abstractmethod
+    def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
+        """What continues prompts with a version that it has."""

@@ -41,9 +41,21 @@ class EnvironmentConfig(_Model):
     limit_s: float = Field(default=10.0, gt=0, le=600, description="For one score.")
 
 
+class VllmConfig(_Model):
+    """How each replica of vLLM starts its server."""
+
+    command: str = Field(default="vllm serve", description="Of any environment.")
+    arguments: str = Field(default="--enforce-eager", description="After ours: they win.")
+    env: dict[str, str] = Field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    start_s: float = Field(default=600.0, gt=0, le=86_400)
+
+
 class RolloutConfig(_Model):
     """Who makes samples, and how many."""
 
+    kind: Literal["holdfast", "vllm"] = Field(default="holdfast", description="Of replica.")
+    vllm: VllmConfig = VllmConfig()
     replicas: int = Field(default=2, ge=1, le=64)
     groups: int = Field(default=16, ge=1, le=1024, description="Prompts per step.")
     samples: int = Field(default=16, ge=2, le=256, description="Samples per prompt.")
@@ -95,6 +107,8 @@ class Config(_Model):
     def _fits(self) -> "Config":
         if self.rollout.groups * self.rollout.samples > 16_384:
             raise ValueError("rollout.groups × rollout.samples is at most 16384")
+        if self.rollout.kind == "vllm" and self.model.lora_rank:
+            raise ValueError("replicas of vLLM take all the weights: set model.lora_rank=0")
         return self
 
 

@@ -2,29 +2,43 @@
 
 The supervisor is one of those who may die: so it is a child here, like the chaos beside it, and
 is started with `--resume` as often as it is killed.
+
+A plan that cuts the network has the orchestrator's line to the gateway lead through the chaos.
+If that dies, so does the line: then the supervisor is killed and goes on without it.
 """
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
+import msgspec
+
 from holdfast import procs
-from holdfast.errors import HoldfastError, Mistake
+from holdfast.errors import HoldfastError, Mistake, TimedOut
 from holdfast.run.folder import Folder
+from holdfast.run.supervisor import FAULTS, LINE
 
 __all__ = ["drive", "supervise"]
 
 _CHAOS = [sys.executable, "-m", "holdfast.chaos.runs"]
 MAX_LIVES = 100
+_LOOK_S = 1.0
+
+
+class _Needs(msgspec.Struct):
+    faults: str = ""
+    line: bool = False
 
 
 def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[str] = ()) -> int:
     """Run a run that was made, under a plan; returns the exit code of its last life."""
     given = [str(folder.path), "--plan", plan, "--seed", str(seed)]
     given += ["--steps", str(folder.config.steps), "--faults", str(faults)]
-    armed = _points(given)
+    needs = _needs(given)
     children: list[procs.Child] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -34,11 +48,15 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
     before = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, signal.SIGTERM)}
     log = folder.path / "logs" / "chaos.log"
     try:
-        with procs.spawn([*_CHAOS, *given], name="chaos", log=log) as chaos:
+        with (
+            _port() if needs.line else contextlib.nullcontext(0) as port,
+            procs.spawn([*_CHAOS, *given, "--line", str(port)], name="chaos", log=log) as chaos,
+        ):
             for _ in range(MAX_LIVES):
-                with _supervisor(folder, armed, flags) as child:
+                line = port if chaos.alive() else 0
+                with _supervisor(folder, flags, faults=needs.faults, line=line) as child:
                     children[:] = [child]
-                    code = _ended(child)
+                    code = _ended(child, line=chaos if line else None)
                 if code != -signal.SIGKILL:
                     return code
             chaos.stop()
@@ -50,27 +68,43 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
 
 def supervise(folder: Folder, *, flags: Sequence[str] = ()) -> int:
     """Run a run that was made, in peace, as a process of its own; returns its exit code."""
-    with _supervisor(folder, "", flags) as child:
+    with _supervisor(folder, flags) as child:
         return _ended(child)
 
 
-def _points(given: Sequence[str]) -> str:
-    asked = subprocess.run([*_CHAOS, *given, "--points"], capture_output=True, text=True)
+def _needs(given: Sequence[str]) -> _Needs:
+    asked = subprocess.run([*_CHAOS, *given, "--needs"], capture_output=True, text=True)
     if asked.returncode:
         raise Mistake(asked.stderr.strip().removeprefix("holdfast: "))
-    return asked.stdout.strip()
+    return msgspec.json.decode(asked.stdout, type=_Needs)
 
 
-def _supervisor(folder: Folder, armed: str, flags: Sequence[str]) -> procs.Child:
+@contextlib.contextmanager
+def _port() -> Iterator[int]:
+    """A port that nobody else gets: held, and not listened to, beside those who do."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _supervisor(
+    folder: Folder, flags: Sequence[str], *, faults: str = "", line: int = 0
+) -> procs.Child:
     argv = [sys.executable, "-m", "holdfast", "run", "--resume", str(folder.path), *flags]
-    env = {"HOLDFAST_RUN_FAULTS": armed} if armed else {}
+    env = {FAULTS: faults} if faults else {}
+    if line:
+        env[LINE] = str(line)
     # What it says goes where ours goes; Ctrl-C is passed on to it.
     return procs.spawn(argv, name="supervisor", env=env, stdin=None)
 
 
-def _ended(child: procs.Child) -> int:
+def _ended(child: procs.Child, *, line: procs.Child | None = None) -> int:
+    """Wait for its end; bring it about if it has a line and who carries that has died."""
     while True:
         try:
-            return child.wait(3600.0)
-        except HoldfastError:
-            continue
+            return child.wait(_LOOK_S)
+        except TimedOut:
+            if line is not None and not line.alive():
+                sys.stderr.write("holdfast: chaos has died: the run goes on without it\n")
+                child.kill_group()

@@ -9,15 +9,26 @@ from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part
 from holdfast.jobs.host_process import HostSettings
+from holdfast.nursery import Nursery
 from holdfast.rollout.process import ReplicaSettings
+from holdfast.rollout.vllm_sampler import VllmSettings
 from holdfast.run.folder import Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
 
-__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "base_directory", "parts_of"]
+__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "PRELOAD", "base_directory", "parts_of"]
 
 ACCOUNT, JOB = "local", "trainer"
 ORCHESTRATOR = "orchestrator"
+PRELOAD = (
+    "holdfast.trainer.preload",
+    "holdfast.gateway.process",
+    "holdfast.jobs.host_process",
+    "holdfast.rollout.process",
+    "holdfast.rollout.own_sampler",
+    "holdfast.run.orchestrator_process",
+)
+"""What the nursery has imported: everything that a part of a run will."""
 _BASE = "policy"
 _RESTARTS = 1000
 """How often a trainer may die early: here, somebody kills it on purpose."""
@@ -34,8 +45,10 @@ def base_directory(folder: Folder) -> Path:
     return path
 
 
-def parts_of(folder: Folder, base: Path, known: Secrets, port: int) -> list[Part]:
-    """All of them; the orchestrator comes last."""
+def parts_of(
+    folder: Folder, base: Path, known: Secrets, port: int, nursery: Nursery, *, line: int = 0
+) -> list[Part]:
+    """All of them; the orchestrator comes last. It reaches the gateway on `line`, if given."""
     config, path, run, url = folder.config, folder.path, folder.run, folder.ledger
     logs, weights = path / "logs", str(folder.weights(ACCOUNT, JOB))
     gateway = GatewaySettings(
@@ -52,9 +65,12 @@ def parts_of(folder: Folder, base: Path, known: Secrets, port: int) -> list[Part
         grace_s=3.0,
     )
     parts = [
-        Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log"),
-        Part("host", "holdfast.jobs.host_process", host, logs / "host.log"),
+        Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log", nursery),
+        Part("host", "holdfast.jobs.host_process", host, logs / "host.log", nursery),
     ]
+    vllm = None
+    if config.rollout.kind == "vllm":
+        vllm = VllmSettings(**config.rollout.vllm.model_dump())
     for number in range(config.rollout.replicas):
         name = f"replica-{number}"
         settings = ReplicaSettings(
@@ -72,15 +88,17 @@ def parts_of(folder: Folder, base: Path, known: Secrets, port: int) -> list[Part
             limit_s=config.environment.limit_s,
             lora_rank=config.model.lora_rank,
             max_tokens=config.rollout.max_tokens,
+            vllm=vllm,
         )
-        parts.append(Part(name, "holdfast.rollout.process", settings, logs / f"{name}.log"))
+        log = logs / f"{name}.log"
+        parts.append(Part(name, "holdfast.rollout.process", settings, log, nursery))
     orchestrator = OrchestratorSettings(
         run=run,
         ledger=url,
         store=folder.store,
         folder=str(path),
         weights=weights,
-        gateway=f"http://127.0.0.1:{port}",
+        gateway=f"http://127.0.0.1:{line or port}",
         account=ACCOUNT,
         job=JOB,
         key=known.key,
@@ -89,7 +107,9 @@ def parts_of(folder: Folder, base: Path, known: Secrets, port: int) -> list[Part
         config=config.model_dump(mode="json"),
     )
     log = logs / "orchestrator.log"
-    parts.append(Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log))
+    parts.append(
+        Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, nursery)
+    )
     return parts
 
 

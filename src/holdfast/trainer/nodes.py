@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from holdfast import procs
+from holdfast.nursery import Nursery, inherit
 
 __all__ = ["keep"]
 
@@ -22,9 +23,10 @@ _QUICK_S = 5.0
 
 
 class _Node:
-    def __init__(self, name: str, argv: Sequence[str]) -> None:
+    def __init__(self, name: str, argv: Sequence[str], nursery: Nursery | None) -> None:
         self.name = name
         self._argv = argv
+        self._nursery = nursery
         self.child: procs.Child | None = None
         self._began = 0.0
         self.quick = 0
@@ -35,7 +37,8 @@ class _Node:
         if self.child is None:
             if now - self._began >= (_REST_S if self.quick else 0.0):
                 self._began = now
-                self.child = procs.spawn(self._argv, name=self.name)
+                forked = self._nursery.spawn(self._argv, name=self.name) if self._nursery else None
+                self.child = forked or procs.spawn(self._argv, name=self.name)
             return None
         if self.child.alive():
             return None
@@ -48,7 +51,10 @@ class _Node:
 
 def keep(commands: Sequence[Sequence[str]], grace_s: float = 5.0) -> int:
     """Keep nodes alive until one of them ends by itself, or a signal comes; returns its code."""
-    nodes = [_Node(f"node {at}", argv) for at, argv in enumerate(commands)]
+    nursery = inherit()
+    if nursery is not None:
+        nursery.wait(_REST_S)
+    nodes = [_Node(f"node {at}", argv, nursery) for at, argv in enumerate(commands)]
     asked: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -68,6 +74,8 @@ def keep(commands: Sequence[Sequence[str]], grace_s: float = 5.0) -> int:
         _each(nodes, lambda child: child.signal(signal.SIGTERM))
         until = time.monotonic() + grace_s
         _each(nodes, lambda child: _wait(child, until - time.monotonic()))
+        if nursery is not None:
+            nursery.close()
 
 
 def _each(nodes: Sequence[_Node], act: Callable[[procs.Child], object]) -> None:

@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, Mistake
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
+from holdfast.nursery import turn_into
 from holdfast.procs import die_with_parent
 from holdfast.trainer import nodes as nodes_of
 
@@ -127,8 +128,7 @@ def _launch(ranks: int, spares: int, folder: Path) -> NoReturn:
     program = ["-m", "holdfast.trainer", *sys.argv[1:]]
     start = [sys.executable, "-m", "holdfast", "launch", *given]
     if not spares:
-        argv = [*start, "--nproc-per-node", str(ranks), *program]
-        os.execv(sys.executable, argv)  # noqa: S606 -- the same interpreter
+        turn_into([*start, "--nproc-per-node", str(ranks), *program])
     most = ranks + spares
     start += ["--nnodes", f"{ranks}:{most}", "--spares", str(spares), "--lease", "2"]
     nodes = [[*start, "--node-name", f"n{at}", *program] for at in range(most)]

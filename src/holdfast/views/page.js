@@ -191,6 +191,10 @@ function faults() {
   if (kinds.size) view.unshift(make("p", { class: "quiet keys" }, ...[...kinds].sort().map(([kind, [count, lost]]) =>
     make("span", {}, `${kind} ×${count}: ${number(lost, 1)} s`))));
   $("faults").replaceChildren(...view);
+  const listed = (title, names) => names.length ? [make("p", { class: "quiet" }, `${title} (${names.length}): ${names.join(", ")}`)] : [];
+  $("points").replaceChildren(...listed("Fault points armed and hit", now.points.hit),
+    ...listed(now.ended == null ? "Fault points armed, not hit yet" : "Fault points armed, never hit", now.points.never_hit),
+    ...listed("Fault points that no fault was aimed at", now.points.not_aimed_at));
 }
 function versions() {
   const serving = (version) => now.members.filter((m) => m.version === version).map((m) => m.name).join(", ");
@@ -230,7 +234,7 @@ function final() {
   $("final").hidden = false;
   const text = (value) => typeof value === "number" && value % 1 ? value.toFixed(3)
     : typeof value === "object" && value !== null ? JSON.stringify(value) : String(value ?? "–");
-  $("final").querySelector(".facts").replaceChildren(...Object.entries(facts).filter(([name]) => name !== "lost_by_kind")
+  $("final").querySelector(".facts").replaceChildren(...Object.entries(facts).filter(([name]) => !["lost_by_kind", "points"].includes(name))
     .map(([name, value]) => make("div", { class: text(value).length > 20 ? "fact wide" : "fact" },
       make("small", {}, name.replaceAll("_", " ")), text(value))));
 }

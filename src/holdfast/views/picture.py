@@ -16,6 +16,7 @@ from holdfast.views import told as forms
 from holdfast.views.curve import Curve
 from holdfast.views.faults import Fault, Faults
 from holdfast.views.members import Members, rank_name
+from holdfast.views.points import Points
 from holdfast.views.told import Told, told
 
 __all__ = ["Entry", "Epoch", "Picture", "Version"]
@@ -99,6 +100,7 @@ class Picture:
         self.train, self.evals, self.depth = Curve(), Curve(), Curve()
         self.members = Members()
         self.faults = Faults()
+        self.points = Points()
         self.versions: dict[int, Version] = {}
         self._fresh: dict[int, tuple[float, int]] = {}
         self.jobs: dict[str, dict[int, Epoch]] = {}
@@ -314,6 +316,9 @@ class Picture:
     def _warm_lost(self, _: Told, fields: forms.Warm) -> None:
         self.members.spares.pop(fields.child_pid, None)
 
+    def _planned(self, _: Told, fields: forms.Planned) -> None:
+        self.points.arm(fields.points)
+
     def _struck(self, event: Told, fields: forms.Struck) -> None:
         member = self.members.name_of(fields.victim)
         fault = Fault(event.at, fields.action, fields.target, fields.victim, fields.clause)
@@ -322,6 +327,7 @@ class Picture:
         length = _LENGTH.search(fields.clause)
         fault.length_s = float(length[1]) if length else None
         self.faults.add(fault)
+        self.points.hit(fields.clause.rpartition("@")[2])
         if fields.action == "kill" and member:
             self.members.end(fields.victim, event.at, "died", -9)
 
@@ -334,6 +340,7 @@ class Picture:
         fault.step, fault.point = self.step + 1, fields.point
         fault.by, fault.member = "point", member
         self.faults.add(fault)
+        self.points.hit(fields.point + (f" {fields.hit}" if fields.hit > 1 else ""))
 
     _takers: ClassVar[dict[str, tuple[Any, Callable[..., None]]]] = {
         "run.ended": (forms.Ended, _ended),
@@ -354,6 +361,7 @@ class Picture:
         "launch.crew.ended": (forms.Worker, _crew_ended),
         "launch.warm.ready": (forms.Warm, _warm_ready),
         "launch.warm.lost": (forms.Warm, _warm_lost),
+        "chaos.planned": (forms.Planned, _planned),
         "chaos.struck": (forms.Struck, _struck),
         "chaos.healed": (forms.Struck, _healed),
         "fault.fired": (forms.Struck, _fired),

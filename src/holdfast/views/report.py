@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ __all__ = ["summary", "write_report"]
 _MAX_FACTS_BYTES = 1 << 20
 
 
-def write_report(folder: Path, picture: Picture | None = None) -> Path:
+def write_report(
+    folder: Path, picture: Picture | None = None, *, points: Iterable[str] = ()
+) -> Path:
     """Write `report.html` into the run's folder, whole or not at all, and give its path.
 
-    The picture is read from the folder's logs if it is not given.
+    The picture is read from the folder's logs if it is not given. `points` are the fault points
+    that the run has, to tell at which of them no fault was aimed.
     """
     picture = look(folder) if picture is None else picture
     data = snapshot(picture)
     data["summary"] = summary(picture)
+    data["points"] = picture.points.facts(points)
     data["final"] = _facts(folder / "final.json")
     data["about"] = _facts(folder / "run.json")
     path = folder / "report.html"

@@ -52,6 +52,7 @@ def snapshot(picture: Picture, *, log_after: int | None = 0) -> dict[str, Any]:
         "spare_nodes": picture.spare_nodes(),
         "faults": [_fault(picture, fault) for fault in faults.kept],
         "faults_total": faults.total,
+        "points": picture.points.facts(),
         "jobs": [
             {"job": job, "epochs": [msgspec.to_builtins(epochs[at]) for at in sorted(epochs)]}
             for job, epochs in picture.jobs.items()

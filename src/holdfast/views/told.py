@@ -196,6 +196,12 @@ class Warm(msgspec.Struct):
     child_pid: int
 
 
+class Planned(msgspec.Struct):
+    """chaos.planned"""
+
+    points: tuple[str, ...] = ()
+
+
 class Struck(msgspec.Struct):
     """chaos.struck, chaos.healed, fault.fired"""
 
@@ -205,4 +211,5 @@ class Struck(msgspec.Struct):
     action: str = ""
     step: int = 0
     point: str = ""
+    hit: int = 1
     seconds: float = 0.0

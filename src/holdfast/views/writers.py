@@ -1,18 +1,24 @@
 """The curves of a run for other people's tools. What they need is asked for when it is used."""
 
+import contextlib
 import importlib
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import MissingPackage
+import msgspec
+
+from holdfast.errors import MissingPackage, Unavailable
 from holdfast.views.picture import Picture
 
-__all__ = ["need_tensorboard", "scalars", "write_tensorboard"]
+__all__ = ["metrics", "need_tensorboard", "need_wandb", "scalars"]
+__all__ += ["write_tensorboard", "write_wandb"]
 
 _TRAIN = ("reward", "exact", "loss", "grad_norm", "lag", "seconds")
 _EVAL = ("exact", "reward")
+_EVAL_BEGIN = "eval_"
 
 
 def scalars(picture: Picture) -> Iterator[tuple[int, dict[str, float]]]:
@@ -40,3 +46,46 @@ def write_tensorboard(picture: Picture, folder: Path) -> None:
         for step, numbers in scalars(picture):
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
+
+
+def metrics(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """What `metrics.jsonl` says of each step, in order; numbers only."""
+    steps: dict[int, dict[str, float]] = {}
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            said = msgspec.json.decode(line, type=dict[str, Any])
+            step = said.pop("step")
+            for name, value in said.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    held = name.startswith(_EVAL_BEGIN)
+                    told = f"eval/{name.removeprefix(_EVAL_BEGIN)}" if held else f"train/{name}"
+                    steps.setdefault(step, {})[told] = value
+    yield from sorted(steps.items())
+
+
+def need_wandb() -> Any:
+    """The package that writes to Weights & Biases. Raises `MissingPackage`."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise MissingPackage("Weights & Biases needs: pip install wandb") from None
+
+
+def write_wandb(folder: Path, *, run: str, config: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Write the curves of the run in a folder to a run of Weights & Biases of the same name.
+
+    In the mode, project and account that its own environment variables say; what is written
+    again takes the place of what was there. Raises `Unavailable` where it cannot be written.
+    """
+    wandb = need_wandb()
+    project = os.environ.get("WANDB_PROJECT", "holdfast")
+    try:
+        with wandb.init(project=project, id=run, name=run, dir=folder, config=config) as opened:
+            for step, numbers in metrics(folder / "metrics.jsonl"):
+                opened.log(numbers, step=step)
+            opened.summary.update(facts)
+    except wandb.Error as error:
+        raise Unavailable(
+            f"Weights & Biases did not take the curves ({error}): try again with "
+            f"`holdfast run --resume {folder} --wandb`, or set WANDB_MODE=offline"
+        ) from error

@@ -1,0 +1,337 @@
+"""A sampler that asks a vLLM server of its own: tokens in, tokens and log probabilities out.
+
+The server is started here, started again when it has ended, and ends with this process
+(`ServerProcess`). It has one version at a time: who asks for another waits until that one is
+loaded, and a replica makes one group at a time, so nobody is asking meanwhile.
+
+Invariants:
+
+- An answer counts only if it names, for each of its tokens, the version that was asked for. A
+  version is named only after it was loaded into the server's present life and compared.
+- Nothing is loaded into, or asked of, a server that is not ours: it serves the model under a name
+  that nobody else knows.
+- A load that failed, or an answer that did not come, costs the server: it is killed and
+  started again. While it starts, whoever asks is told to ask somebody else.
+- What stops a text is told to it: the same tokens that stop our own engine.
+
+Where this ends: the same question may have an answer with other bits. On a CPU vLLM's checker
+sees only a part of what was loaded; the pin has compared every byte of the files before.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import httpx
+import msgspec
+import numpy as np
+
+from holdfast import events
+from holdfast.engine.noise import seed_of
+from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
+from holdfast.rollout.episodes import Said, Speak
+from holdfast.rollout.sampler import Sampler
+from holdfast.servers import HOST, server_ports
+from holdfast.tensors import Source
+from holdfast.weights.vllm import VllmServer, compare, expected
+from holdfast.weights.vllm_process import ServerProcess
+
+if TYPE_CHECKING:
+    from holdfast.weights.pin import Pin
+
+__all__ = ["VllmSampler", "VllmSettings"]
+
+HOLD_S = 20.0
+"""How long whoever asks is held while the server starts: not for ever, and not in vain."""
+LOAD_S = 300.0
+ANSWER_S = 100.0
+AT_ONCE = 64
+"""Samples of one request: vLLM takes at most as many as it computes at a time."""
+LOOK_S = 0.1
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_KNOWN = ("llama", "qwen2")
+"""Types of models of which every parameter can be compared."""
+_NONE = -9999.0
+"""What vLLM says where it has no log probability."""
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": HOST,
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the server is started."""
+
+    command: str = "vllm serve"
+    arguments: str = "--enforce-eager"
+    env: dict[str, str] = {}
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    start_s: float = 600.0
+
+
+class ServerReady(events.Event, frozen=True, tag="rollout.server_ready"):
+    """A replica's server has started, and can be loaded."""
+
+    url: str
+    seconds: float
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Token(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class VllmSampler(Sampler):
+    """Speaks with vLLM. `async with` starts the server and waits until it is there."""
+
+    exact = False
+
+    def __init__(self, directory: Path, settings: VllmSettings, log: Path) -> None:
+        from holdfast.engine import loading
+
+        super().__init__(loading.load_tokenizer(directory))
+        config = loading.read_config(directory)
+        self._tied = bool(config.get("tie_word_embeddings", False))
+        self._known = config.get("model_type") in _KNOWN
+        self._stops = sorted(loading.end_tokens(directory, config))
+        self._settings = settings
+        self._log = log
+        self._name = f"policy-{secrets.token_hex(8)}"
+        port = server_ports(1)[0]
+        self.url = f"http://{HOST}:{port}"
+        argv = [*shlex.split(settings.command), "--model", str(directory)]
+        argv += ["--served-model-name", self._name, "--host", HOST, "--port", str(port)]
+        argv += ["--dtype", settings.dtype, "--enable-scale-out", *shlex.split(settings.arguments)]
+        self._process = ServerProcess(argv, env={**_ENVIRONMENT, **settings.env}, log=log)
+        self._server = VllmServer(self.url, call_s=LOAD_S)
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False)
+        self._stack = contextlib.AsyncExitStack()
+        # Of the server's present life: whether it answers, and what it holds.
+        self._life = 0
+        self._up = False
+        self._loaded: int | None = None
+        self._context = 0
+        self._restart: Callable[[], None] = self._process.end
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._restart = lambda: loop.call_soon_threadsafe(self._process.end)  # type: ignore[assignment]
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._http.close)
+            stack.push_async_callback(self._server.close)
+            await stack.enter_async_context(self._process.running(self._ended))
+            await self._begin()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        await self._stack.aclose()
+
+    # ---- the server ------------------------------------------------------------
+
+    def _ended(self) -> None:
+        """Take note that the server's life is over. The next one begins after this."""
+        self._life += 1
+        self._up, self._loaded = False, None
+
+    async def _begin(self) -> None:
+        """Wait for the first server; one that cannot start is a reason to give up."""
+        began = time.monotonic()
+        while not await self._ready():
+            if self._life:
+                raise Unavailable(f"vLLM ended before it was ready: {self._last_words()}")
+            if time.monotonic() - began > self._settings.start_s:
+                raise TimedOut(
+                    f"vLLM was not ready after {self._settings.start_s:g} s (start_s): "
+                    f"{self._last_words()}"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    async def _hold(self) -> None:
+        """Wait for a server that is there, for a while."""
+        until = time.monotonic() + HOLD_S
+        while not await self._ready():
+            if time.monotonic() > until:
+                raise Unavailable(f"vLLM at {self.url} is starting: ask another replica")
+            await asyncio.sleep(LOOK_S)
+
+    async def _ready(self) -> bool:
+        """Whether the server is there, and ours."""
+        if self._up:
+            return True
+        life, began = self._life, time.monotonic()
+        if not await self._server.healthy():
+            return False
+        context = await asyncio.to_thread(self._ask_context)
+        if context and life == self._life:
+            self._up, self._context = True, context
+            events.emit(ServerReady(url=self.url, seconds=round(time.monotonic() - began, 3)))
+        return self._up
+
+    def _ask_context(self) -> int:
+        """How long a text may be, as the server says; 0 if it is not ours."""
+        try:
+            models = self._http.get("/v1/models").json()["data"]
+            (found,) = [one for one in models if one["id"] == self._name]
+            return int(found["max_model_len"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return 0
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log.read_bytes()[-2000:].decode(errors="replace").splitlines()
+            return f"{' | '.join(lines[-3:])} ({self._log})"
+        return f"see {self._log}"
+
+    # ---- loading ---------------------------------------------------------------
+
+    def has(self, version: int) -> bool:
+        """Whether the server holds just this version."""
+        return self._loaded == version
+
+    async def load(self, pin: "Pin") -> None:
+        """Load a version in the place of the one that is there."""
+        if pin.manifest.kind != "model":
+            raise Mistake(f"version {pin.number} is no whole model: vLLM cannot be given it here")
+        await self._hold()
+        life, self._loaded = self._life, None
+        wanted = await asyncio.to_thread(self._wanted, pin)
+        path = await pin.stage()
+        try:
+            await self._server.pause("abort")  # what is left of a question that was given up
+            await self._server.reload(path)
+            await self._compare(wanted)
+            await self._server.set_version(pin.number)
+            await self._server.resume()
+        except HoldfastError as error:
+            self._restart()
+            raise Unavailable(
+                f"vLLM could not be given version {pin.number}, and is started again: {error}"
+            ) from error
+        if life != self._life:
+            raise Unavailable(f"vLLM ended while version {pin.number} was loaded")
+        self._loaded = pin.number
+
+    def _wanted(self, pin: "Pin") -> dict[str, str]:
+        """What the server's checker must say: of every parameter, or of the vectors, which all
+        types of models have as they are in the files.
+        """
+        tensors = [
+            Source(one.name, one.dtype, one.shape, pin.raw(one.name))
+            for one in pin.manifest.tensors
+            if self._known or len(one.shape) == 1
+        ]
+        return expected(tensors, dtype=_CODES[self._settings.dtype], tied=self._tied)
+
+    async def _compare(self, wanted: dict[str, str]) -> None:
+        found = compare(wanted, await self._server.checksum())
+        wrong = found.wrong + (found.unknown if self._known else ())
+        if wrong:
+            raise Corrupt(f"it holds other weights than were published: {', '.join(wrong[:3])}")
+
+    # ---- speaking --------------------------------------------------------------
+
+    def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
+        """What continues prompts with the version that is loaded."""
+
+        def say(prompt: Sequence[int], count: int, seed: int) -> list[Said]:
+            room = self._context - len(prompt)
+            if room < 1:
+                raise Mistake(
+                    f"a prompt of {len(prompt)} tokens leaves no room in the {self._context} that "
+                    "vLLM can take: shorten it"
+                )
+            params = {
+                "max_tokens": min(max_tokens, room),
+                "temperature": temperature,
+                "logprobs": 0,
+                "detokenize": False,
+                "ignore_eos": True,
+                "stop_token_ids": self._stops,
+            }
+            said: list[Said] = []
+            for begin in range(0, count, AT_ONCE):
+                some = {"n": min(AT_ONCE, count - begin), "seed": seed_of("vllm", seed, begin)}
+                body = {
+                    "model": self._name,
+                    "token_ids": list(prompt),
+                    "sampling_params": {**params, **some},
+                }
+                said += self._read(self._post(body), version, some["n"])
+            return said
+
+        return say
+
+    def _post(self, body: dict[str, Any]) -> bytes:
+        try:
+            answer = self._http.post("/inference/v1/generate", json=body)
+        except httpx.TimeoutException:
+            self._restart()
+            raise TimedOut(f"vLLM did not answer within {ANSWER_S:g} s: started again") from None
+        except httpx.HTTPError as error:
+            raise Unavailable(f"vLLM at {self.url}: {type(error).__name__} {error}") from None
+        if answer.status_code == httpx.codes.OK:
+            return answer.content
+        text = f"vLLM answers {answer.status_code}: {answer.text[:300]}"
+        if answer.status_code == httpx.codes.BAD_REQUEST:
+            raise Mistake(text)
+        raise Unavailable(text)
+
+    def _read(self, data: bytes, version: int, count: int) -> list[Said]:
+        """The samples of an answer, if every token of it is the version's."""
+        try:
+            choices = msgspec.json.decode(data, type=_Generated).choices
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"vLLM at {self.url} does not answer like vLLM: {error}") from None
+        choices.sort(key=lambda one: one.index)
+        if [one.index for one in choices] != list(range(count)):
+            raise Unavailable(f"vLLM gave {len(choices)} samples where {count} were asked for")
+        for one in choices:
+            whole = [_Span(str(version), 0, len(one.token_ids))]
+            if one.token_ids and one.weight_versions != whole:
+                self._loaded = None
+                told = ", ".join(span.version for span in one.weight_versions) or "no version"
+                raise Unavailable(f"vLLM answered with {told}, not with version {version}")
+        return [_said(one) for one in choices]
+
+
+def _said(choice: _Choice) -> Said:
+    tokens = choice.token_ids
+    scored = choice.logprobs.content
+    if choice.finish_reason not in ("stop", "length"):
+        raise Unavailable(f"vLLM ended an answer with {choice.finish_reason!r}")
+    if [one.token_id for one in scored] != tokens or any(one.logprob <= _NONE for one in scored):
+        raise Corrupt("vLLM gave no log probabilities for some of its tokens")
+    logprobs = np.array([one.logprob for one in scored], np.float32)
+    return np.array(tokens, np.int32), logprobs, choice.finish_reason

@@ -1,0 +1,117 @@
+"""The line between a run's orchestrator and its gateway: real sockets, cut and healed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.chaos.line import Line
+from holdfast.procs import free_ports
+
+LIMIT_S = 10.0
+
+
+class Gateway:
+    """Says its name, and echoes what comes."""
+
+    def __init__(self, name: bytes) -> None:
+        self._name = name
+
+    async def __aenter__(self) -> "Gateway":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._name)
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+
+def tell(folder: Path, port: int) -> None:
+    (folder / "gateway.json").write_bytes(msgspec.json.encode({"port": port}))
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture
+async def line(tmp_path: Path, port: int) -> AsyncIterator[Line]:
+    async with Line(tmp_path, port) as found:
+        yield found
+
+
+async def said(port: int) -> bytes:
+    """What is said to somebody who comes; nothing if the connection is reset."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        return await reader.read(100)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_it_leads_to_the_gateway_of_now(line: Line, tmp_path: Path, port: int) -> None:
+    """Before there is a gateway nobody is served; then whoever comes reaches the newest one,
+    whatever half a file says meanwhile."""
+    line.follow()
+    assert await said(port) == b""
+    async with Gateway(b"one") as one, Gateway(b"two") as two:
+        tell(tmp_path, one.port)
+        line.follow()
+        assert await said(port) == b"one"
+        tell(tmp_path, two.port)
+        line.follow()
+        assert await said(port) == b"two"
+        (tmp_path / "gateway.json").write_text('{"port": ')
+        line.follow()
+        assert await said(port) == b"two"
+
+
+async def test_a_cut_breaks_what_is_open_and_lets_nobody_in(
+    line: Line, tmp_path: Path, port: int
+) -> None:
+    """While it is cut an open connection is reset and a new one hangs; the one that hangs is
+    served when it is healed."""
+    async with Gateway(b"one") as gateway, asyncio.timeout(LIMIT_S):
+        tell(tmp_path, gateway.port)
+        line.follow()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read(100) == b"one"
+        assert line.open_connections == 1
+        cut = asyncio.create_task(line.cut(0.8))
+        with pytest.raises(ConnectionResetError):
+            await reader.read(100)
+        writer.close()
+        late = asyncio.create_task(said(port))
+        assert await asyncio.wait({late}, timeout=0.4) == (set(), {late})
+        assert not cut.done()
+        assert await late == b"one"
+        assert cut.done()
+
+
+async def test_two_cuts_at_once_last_as_long_as_the_longer(
+    line: Line, tmp_path: Path, port: int
+) -> None:
+    """The end of the shorter cut does not heal the longer one."""
+    async with Gateway(b"one") as gateway, asyncio.timeout(LIMIT_S):
+        tell(tmp_path, gateway.port)
+        line.follow()
+        longer = asyncio.create_task(line.cut(1.0))
+        await line.cut(0.1)
+        late = asyncio.create_task(said(port))
+        assert await asyncio.wait({late}, timeout=0.4) == (set(), {late})
+        assert not longer.done()
+        assert await late == b"one"
