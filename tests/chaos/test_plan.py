@@ -62,7 +62,7 @@ def test_a_storm(seed: int) -> None:
     """A storm has its faults, kills everybody, hits some points, cuts the network once, and is
     the same for its seed."""
     found = storm(seed, 12, faults=20)
-    assert len(found) == 20
+    assert sum(not one.point for one in found) == 20
     assert {one.target for one in found if one.step and one.action == "kill"} == set(PROCESSES)
     [cut] = [one for one in found if one.cuts_line]
     assert 1.0 <= cut.length_s <= 4.0

@@ -168,14 +168,18 @@ def storm(
     targets: Sequence[str] = PROCESSES,
     points: Sequence[tuple[str, str]] = POINTS,
 ) -> tuple[Clause, ...]:
-    """Faults by seed: every target dies once at least, points are hit, and the line is cut."""
+    """So many faults by seed, and some fault points on top, which a short life may not come to.
+
+    Every target dies once at least, and the line is cut.
+    """
     if steps < 4:
         raise Mistake(f"a storm needs a run of 4 steps at least, not {steps}")
     dice = random.Random(f"{seed}/storm")
-    clauses = [
+    aimed = [
         Clause(target=who, point=point, hit=dice.randint(2, 4))
         for who, point in dice.sample(points, min(len(points), max(1, faults // 4)))
     ]
+    clauses: list[Clause] = []
     if _ON_A_LINE in targets:
         clauses.append(Clause(target=_ON_A_LINE, action="cut", step=dice.randint(2, steps - 1)))
     wanted = [(who, True) for who in targets]  # these die, whatever else is done to them
@@ -198,5 +202,5 @@ def storm(
         msgspec.structs.replace(one, length_s=round(dice.uniform(1.0, 4.0), 1))
         if one.action in ("pause", "cut")
         else one
-        for one in clauses
+        for one in (*aimed, *clauses)
     )

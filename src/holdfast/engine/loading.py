@@ -106,6 +106,7 @@ def _settled(model: Any) -> Any:
     last bit from those of its copy, and so a trainer's from a replica's.
     """
     model.eval()
+    model.config.pad_token_id = None  # no mask is given on purpose (`tenant`): no advice on it
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.data_ptr() % _ALIGNMENT:

@@ -164,6 +164,8 @@ class WarmPool:
             if blank.process.running():
                 return blank, ""
             self._end(blank)
+        if self._nursery is not None and self._nursery.ready():
+            return self._blank(), ""
         return None, "no interpreter was ready"
 
     async def close(self) -> None:
@@ -206,8 +208,7 @@ class WarmPool:
             return
 
     def _start(self) -> None:
-        blank = Blank(env=self._env, cwd=self._cwd, preload=self._preload, nursery=self._nursery)
-        self.started += 1
+        blank = self._blank()
         self._blanks.append(blank)
         if self._gentle:
             pid = blank.process.pid
@@ -217,6 +218,10 @@ class WarmPool:
             )
         blank.told.add_done_callback(lambda told: self._ready(blank, told.result()))
         blank.process.exited.add_done_callback(lambda _: self._lost(blank))
+
+    def _blank(self) -> Blank:
+        self.started += 1
+        return Blank(env=self._env, cwd=self._cwd, preload=self._preload, nursery=self._nursery)
 
     def _ready(self, blank: Blank, said: bytes) -> None:
         self._usual_priority(blank)

@@ -79,7 +79,11 @@ class TrainConfig(_Model):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=1.0, ge=0, description="0: no limit.")
-    checkpoint_s: float = Field(default=5.0, gt=0, description="Of computing, between two.")
+    checkpoint_s: float = Field(
+        default=0.5,
+        gt=0,
+        description="Of computing, between two; longer where a checkpoint costs more than 10 %.",
+    )
 
 
 class EvaluateConfig(_Model):

@@ -21,6 +21,12 @@ class Policy(BaseModel):
     checkpoint_s: float = Field(
         default=10.0, ge=0, description="Seconds of computing after which to checkpoint."
     )
+    checkpoint_share: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="What the last checkpoint cost, as a share of the computing before the next.",
+    )
     checkpoint_ops: int = Field(
         default=256, ge=1, description="Operations after which to checkpoint, at the latest."
     )

@@ -1,7 +1,7 @@
 """The faults of a run, and what they cost. Pure.
 
 **Seconds lost.** Steps end at some pace: the pace is the median time between two finished
-steps. The time between two finished steps beyond that pace, and not below 0, is what the
+steps in peace. The time between two finished steps beyond that pace, and not below 0, is what the
 faults between them have cost, in equal shares. A fault before the first step or after the
 last has no such number.
 
@@ -117,9 +117,13 @@ class Faults:
         self._last_step_at = at
 
     def pace_s(self) -> float:
-        """The median time between two finished steps; without faults if there are enough."""
-        gaps = self._calm if len(self._calm) >= 3 else [*self._calm, *self._rough]
-        return statistics.median(gaps) if gaps else 0.0
+        """The median time between two finished steps without a fault between them.
+
+        Where every step met one, the quickest of them was hurt least.
+        """
+        if self._calm:
+            return statistics.median(self._calm)
+        return min(self._rough, default=0.0)
 
     def lost_s(self, fault: Fault) -> float | None:
         """What a fault has cost; None if it cannot be said (yet)."""
