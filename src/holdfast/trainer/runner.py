@@ -279,23 +279,21 @@ class Runner:
         good = isinstance(op, ops.OptimStep) or count >= 2 * policy.checkpoint_ops
         if not due or not good or not state.loaded or state.saving is not None:
             return
-        began = self._core.runtime.now()
+        state.saving_since = self._core.runtime.now()
         snapshot = await self._core.compute.capture(state.name)
         await faults.apoint(CAPTURED)
         state.since_s, state.since_bytes = 0.0, 0
 
-        work = self._checkpoint(state, number, snapshot, began)
+        work = self._checkpoint(state, number, snapshot)
         state.saving = self._core.runtime.spawn(work, name=f"checkpoint {state.name}:{number}")
         state.saving.add_done_callback(self._checked)
 
-    async def _checkpoint(
-        self, state: State, number: int, snapshot: Snapshot, began: float
-    ) -> None:
+    async def _checkpoint(self, state: State, number: int, snapshot: Snapshot) -> None:
         try:
             await self._core.journal.flushed()
             channel = checkpoints_of(state.name)
             kept = await self._core.vault.save(channel, number, snapshot, CHECKPOINTS)
-            state.saving_s = self._core.runtime.now() - began
+            state.saving_s = self._core.runtime.now() - state.saving_since
             await faults.apoint(KEPT)
             events.emit(Checkpointed(line=state.name, number=number, bytes=kept.bytes))
             await self._trim(state, number)

@@ -46,8 +46,9 @@ class State:
     since_s: float = 0.0
     """Seconds of computing since the last checkpoint."""
     since_bytes: int = 0
+    saving_since: float = 0.0
     saving_s: float = 0.0
-    """What the last checkpoint took."""
+    """When the last checkpoint was begun, and what it took."""
     saving: "asyncio.Task[None] | None" = None
     """The checkpoint that is being written."""
 
