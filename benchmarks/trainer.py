@@ -72,7 +72,7 @@ class Service:
         """The trainer's process."""
         for one in psutil.Process(self.child.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "holdfast.trainer" in one.cmdline():
+                if "-m holdfast.trainer " in " ".join([*one.cmdline(), ""]):
                     return one
         raise SystemExit("there is no trainer")
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from holdfast import ledger as ledgers
+from holdfast.errors import Gone, NotFound
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments, ToyVault
 from holdfast.trainer import ops
@@ -35,7 +36,7 @@ class Slow(ToyCompute):
 
 
 @contextlib.asynccontextmanager
-async def living() -> AsyncIterator[tuple[Trainer, Slow]]:
+async def living(**policy: float) -> AsyncIterator[tuple[Trainer, Slow]]:
     """A trainer that carries out, and looks after things only when it is told to."""
     async with ledgers.open("memory:") as ledger:
         runtime = LiveRuntime(ledger, seed=1)
@@ -48,7 +49,7 @@ async def living() -> AsyncIterator[tuple[Trainer, Slow]]:
             segments=lambda term: ToySegments({}, term),
             vault=lambda journal: ToyVault(runtime, lambda: journal.guards),  # type: ignore[arg-type]
             wall=time.time,
-            policy=Policy(upkeep_s=3600),
+            policy=Policy(upkeep_s=3600, **policy),  # type: ignore[arg-type]
         )
         await trainer.begin(1, by="me")
         running = asyncio.create_task(trainer.run())
@@ -83,6 +84,40 @@ async def test_what_is_in_work_when_its_session_ends_has_one_result() -> None:
         outcome = await told
         assert isinstance(outcome, ops.Failed)
         assert "ended" in outcome.error
+
+
+async def test_sampling_sessions_end_with_their_weights() -> None:
+    """Whoever makes one per step has the newest; of the others nothing is left, and a late
+    question hears that it is gone, not that it never was."""
+    async with living(sampler_keep=1, result_s=0, max_samplers=3) as (trainer, _):
+        core = trainer.core
+        session = await core.create_session()
+        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
+        await core.retrieve(request, 10)
+        made = []
+        for number in range(1, 6):
+            op = ops.SaveForSampler(session_seq=number)
+            saved = await core.retrieve(await core.submit(model, number, op), 10)
+            assert isinstance(saved, ops.SamplerSaved)
+            assert saved.sampling_session is not None
+            made.append(saved.sampling_session)
+            core.check_room_for_samplers()
+            await core.retrieve(await core.submit(made[-1], 0, ops.Sample(prompt=b"")), 10)
+            await trainer.upkeep.look()
+        await trainer.upkeep.look()
+        assert [name for name in core.lines if name != model] == made[-1:]
+        for name in made[:-1]:
+            with pytest.raises(Gone):
+                core.find(name)
+            assert await core.runtime.ledger.get(KEYS.sampler(name)) is None
+            assert await core.runtime.ledger.get(KEYS.result(name, 0)) is None
+        with pytest.raises(NotFound):
+            core.find(f"{model}-p99")
+        await trainer.upkeep.end_session(session)
+        await trainer.upkeep.look()
+        assert list(core.lines) == [model]
+        with pytest.raises(Gone):
+            core.find(made[-1])
 
 
 @pytest.mark.parametrize("ordered", [True, False])

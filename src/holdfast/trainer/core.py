@@ -44,6 +44,7 @@ from holdfast.trainer.state import (
     channel_of,
     check_number,
     checkpoints_of,
+    publisher,
     sampler_name,
 )
 
@@ -257,10 +258,21 @@ class Core:
         """A line, whether it lives or not."""
         state = self.lines.get(name)
         if state is None:
+            if self._has_been(name):
+                raise Gone(f"the sampling session {name} has ended, and its weights are gone")
             raise NotFound(f"there is no model or sampling session {name[:80]!r}")
         if state.session in self.seen:
             self.seen[state.session] = self.runtime.now()
         return state
+
+    def _has_been(self, name: str) -> bool:
+        """Whether there was such a sampling session, of which nothing is left."""
+        made = publisher(name)
+        if made is None:
+            session = self.sessions.get(name.partition("-")[0])
+            return session is not None and session.ended
+        model = self.lines.get(made[0])
+        return model is not None and made[1] <= model.line.done
 
     def find_save(self, path: str, model: str = "") -> tuple[tuple[str, str, str], Save]:
         """What was saved there, and where that is.

@@ -19,7 +19,14 @@ from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import SAMPLER, STATE, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.seams import Kept
-from holdfast.trainer.state import State, channel_of, checkpoints_of, policy_of
+from holdfast.trainer.state import (
+    State,
+    channel_of,
+    checkpoints_of,
+    policy_of,
+    publication,
+    unnamed_of,
+)
 
 __all__ = ["CHECKPOINTS", "Effect", "Effects", "changes_state"]
 
@@ -181,7 +188,7 @@ class Effects:
         assert model is not None
         snapshot = await core.compute.export(state.name)
         if op.name is None and op.session_seq is not None:
-            channel = f"{state.name}.sampler"
+            channel = unnamed_of(state.name)
             keep = core.policy.sampler_keep
             kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, keep))
             await faults.apoint(EXPORTED)
@@ -194,7 +201,7 @@ class Effects:
             )
             # Not named by `session_seq`: that is no name of ours to give, another publication
             # or sampling session may have it already, and would keep its own weights.
-            session = f"{state.name}-p{number}"
+            session = publication(state.name, number)
             return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
         name = check_name("save", op.name or f"{number:06}")
         where = (state.name, SAMPLER, name)

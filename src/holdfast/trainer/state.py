@@ -15,8 +15,13 @@ __all__ = [
     "check_number",
     "checkpoints_of",
     "policy_of",
+    "publication",
+    "publisher",
     "sampler_name",
+    "unnamed_of",
 ]
+
+UNNAMED = ".sampler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,21 @@ class State:
         return owner.session
 
     @property
+    def channel(self) -> str:
+        """Where a sampling session's weights are kept; '' if they are the base's own."""
+        return self.sampler.channel if self.sampler else ""
+
+    @property
+    def version(self) -> int:
+        """Which of them."""
+        return self.sampler.version if self.sampler else -1
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether it is a sampling session of weights that nobody gave a name to."""
+        return self.channel.endswith(UNNAMED)
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more is done for it."""
         owner = self.model or self.sampler
@@ -84,9 +104,25 @@ def sampler_name(session: str, seq: int) -> str:
     return f"{session}-s{check_number(seq)}"
 
 
+def publication(model: str, number: int) -> str:
+    """The name of the sampling session that an operation of a model has made."""
+    return f"{model}-p{number}"
+
+
+def publisher(name: str) -> tuple[str, int] | None:
+    """The model and the operation that made a sampling session of this name, if one did."""
+    model, found, number = name.rpartition("-p")
+    return (model, int(number)) if found and number.isdecimal() else None
+
+
 def checkpoints_of(model: str) -> str:
     """The channel of a model's checkpoints: the newest one counts. Versions are numbers."""
     return f"{model}.state"
+
+
+def unnamed_of(model: str) -> str:
+    """The channel of weights that are sampled from, and have no name."""
+    return model + UNNAMED
 
 
 def policy_of(model: str) -> str:

@@ -4,6 +4,8 @@
   what waited behind it is carried out.
 - Operations that were promised and can no longer be carried out, because their model was
   unloaded or its session has ended, fail: nobody waits for them for ever.
+- A sampling session of unnamed weights ends when these are no longer kept; nothing of it is left
+  when its results are old. So whoever makes one per step can do so for ever.
 - What was saved for a limited time is deleted when that is over.
 - Results are kept until their session ends, or until they are old and many newer ones are
   there: that a result was sent once does not mean that it was received.
@@ -69,6 +71,8 @@ class Upkeep:
         for where, save in list(core.saves.items()):
             if save.expires_at and core.wall() > save.expires_at:
                 await core.delete_save(where)
+        for state in self._outdated():
+            await self._end(state)
         for state in list(core.lines.values()):
             if state.ended:
                 await self._retire(state)
@@ -81,6 +85,20 @@ class Upkeep:
                 if missing > max(state.line.entries):
                     break
             await self._forget(state)
+
+    def _outdated(self) -> list[State]:
+        """Sampling sessions whose weights are gone: so many newer ones were made."""
+        channels: dict[str, list[State]] = {}
+        for state in self._core.lines.values():
+            if state.unnamed and not state.ended:
+                channels.setdefault(state.channel, []).append(state)
+        keep = self._core.policy.sampler_keep
+        old = [
+            one
+            for states in channels.values()
+            for one in sorted(states, key=lambda one: one.version)[:-keep]
+        ]
+        return [one for one in old if not (one.busy or one.pending or one.line.waiting())]
 
     async def _skip(self, state: State, number: int) -> None:
         core = self._core
@@ -135,9 +153,15 @@ class Upkeep:
         if state.loaded:
             state.loaded = False
             await core.compute.drop(state.name)
-        if core.sessions[state.session].ended:
-            await self._delete([core.keys.result(state.name, one) for one in line.results])
-            line.results.clear()
+        over = core.sessions[state.session].ended
+        before = core.wall() - core.policy.result_s
+        old = [n for n, one in line.results.items() if over or (state.sampler and one.at < before)]
+        await self._delete([core.keys.result(state.name, one) for one in old])
+        for number in old:
+            del line.results[number]
+        if state.sampler is not None and not line.results:
+            await self._delete([core.keys.sampler(state.name)])
+            del core.lines[state.name]
 
     async def _forget(self, state: State) -> None:
         core, line = self._core, state.line
