@@ -291,3 +291,18 @@ def test_nodes_ranks_and_spares() -> None:
     picture.take(Told("chaos.struck", 7.0, "chaos", 9, 1, struck))
     assert picture.spare_nodes() == ["trainer node n2"]
     assert not picture.members.spares, "what it kept warm died with it"
+
+
+def test_quiet_nodes_live_as_long_as_their_host() -> None:
+    """A node that has nothing to tell, and a rank that tells nothing, end with the host."""
+    picture = Picture()
+    picture.take(Told("part.started", 1.0, "supervisor", 1, 1, {"part": "host", "child": 10}))
+    worker = {"run": "r", "cycle": 1, "rank": 1, "slot": 0, "worker_pid": 30, "warm": True}
+    picture.take(Told("launch.worker.started", 2.0, "n0", 20, 1, worker))
+    died = {"part": "host", "child": 10, "code": -9, "lived_s": 49.0}
+    picture.take(Told("part.died", 50.0, "supervisor", 1, 2, died))
+    picture.take(Told("launch.worker.started", 55.0, "n0", 21, 1, {**worker, "worker_pid": 31}))
+    for name in ("trainer node n0", "trainer rank 1"):
+        first, second = picture.members.known[name].lives
+        assert (first.ended, first.how) == (50.0, "stopped")
+        assert second.ended is None

@@ -9,11 +9,12 @@ import re
 
 import msgspec
 
-__all__ = ["Life", "Member", "Members", "rank_name", "signal_name"]
+__all__ = ["Life", "Member", "Members", "node_name", "rank_name", "signal_name"]
 
 MAX_LIVES = 200
 MAX_MEMBERS = 300
 _RANK = re.compile(r".* e(\d+)-c(\d+)-r(\d+)-(\d+)")
+TRAINER = "trainer "
 _ORDER = ("supervisor", "orchestrator", "host", "gateway", "trainer", "replica", "chaos")
 
 
@@ -171,6 +172,12 @@ class Members:
             self.end(pid, at, how)
         self.spares.clear()
 
+    def end_trainer(self, at: float, how: str) -> None:
+        """The trainer's nodes and ranks are gone: with their host, or one by one before."""
+        for pid, name in list(self._at.items()):
+            if name.startswith(TRAINER):
+                self.end(pid, at, how)
+
     def deaths(self) -> int:
         """How often members have died."""
         return sum(member.deaths for member in self.known.values())
@@ -198,7 +205,12 @@ def _letters(name: str) -> str:
 
 def rank_name(rank: int) -> str:
     """The member that is a rank of the trainer."""
-    return f"trainer rank {rank}"
+    return f"{TRAINER}rank {rank}"
+
+
+def node_name(node: str) -> str:
+    """The member that is a node of the trainer."""
+    return f"{TRAINER}node {node}"
 
 
 def _crew(process: str) -> str:

@@ -15,12 +15,14 @@ from holdfast.events import Event
 from holdfast.views import told as forms
 from holdfast.views.curve import Curve
 from holdfast.views.faults import Fault, Faults
-from holdfast.views.members import Members, rank_name
+from holdfast.views.members import Members, node_name, rank_name
 from holdfast.views.points import Points
 from holdfast.views.told import Told, told
 
 __all__ = ["Entry", "Epoch", "Picture", "Version"]
 
+HOST = "host"
+"""The part of a run below which its trainers are."""
 MAX_ENTRIES = 2000
 MAX_NOISE = 500
 MAX_VERSIONS = 200
@@ -149,7 +151,7 @@ class Picture:
         if agent and len(self._nodes) < MAX_NODES:
             self._nodes.add(process)
         if process in self._nodes:
-            process = f"trainer node {process}"
+            process = node_name(process)
         if again := self.members.seen(process, event.pid, event.at):
             self.faults.again(again, event.at)
 
@@ -165,7 +167,7 @@ class Picture:
 
     def spare_nodes(self) -> list[str]:
         """Nodes that live and have no workers."""
-        names = [f"trainer node {node}" for node in sorted(self._nodes - self._crews.keys())]
+        names = [node_name(node) for node in sorted(self._nodes - self._crews.keys())]
         known = self.members.known
         return [name for name in names if name in known and known[name].state == "up"]
 
@@ -199,7 +201,9 @@ class Picture:
 
     def _part_died(self, event: Told, fields: forms.Part) -> None:
         self.members.died(fields.part, fields.child, event.at, fields.code)
-        self._crew_gone(fields.part, event.at, "stopped")
+        if fields.part == HOST:
+            self._crews.clear()
+            self.members.end_trainer(event.at, "stopped")
         fault = Fault(event.at, "died", fields.part, fields.child, member=fields.part)
         fault.code, fault.step = fields.code, self.step + 1
         self.faults.add(fault)
@@ -272,9 +276,9 @@ class Picture:
         epoch = self._epoch(fields)
         epoch.ended, epoch.how, epoch.reason = event.at, fields.how, fields.reason[:300]
         if fields.epoch == max(self.jobs[fields.job]):
-            for node in list(self._crews):
-                as_it_should = fields.how in ("completed", "left")
-                self._crew_gone(node, event.at, "ended" if as_it_should else "stopped")
+            as_it_should = fields.how in ("completed", "left")
+            self._crews.clear()
+            self.members.end_trainer(event.at, "ended" if as_it_should else "stopped")
         if fields.how == "died" and self.ended is None:
             fault = Fault(event.at, "died", "trainer", step=self.step + 1)
             self.faults.consequence(fault)
