@@ -283,7 +283,7 @@ def test_nodes_ranks_and_spares() -> None:
     say(5.0, "n1", 11, "crew.ended", cycle=1, cause="rank 1 failed")
     say(6.0, "n1", 11, "worker.started", cycle=2, rank=1, worker_pid=111)
     ranks = [picture.members.known[f"trainer rank {rank}"].lives for rank in (0, 1)]
-    assert [(life.how, life.ended) for life in ranks[0]] == [("stopped", 4.0)]
+    assert [(life.how, life.ended) for life in ranks[0]] == [("stopped", 5.0)]
     assert [(life.how, life.ended) for life in ranks[1]] == [("stopped", 5.0), ("", None)]
     assert picture.members.deaths() == 0
     assert picture.spare_nodes() == ["trainer node n0", "trainer node n2"]

@@ -14,7 +14,7 @@ __all__ = ["Life", "Member", "Members", "node_name", "rank_name", "signal_name"]
 MAX_LIVES = 200
 MAX_MEMBERS = 300
 _RANK = re.compile(r".* e(\d+)-c(\d+)-r(\d+)-(\d+)")
-TRAINER = "trainer "
+TRAINER, RANK = "trainer ", "trainer rank "
 _ORDER = ("supervisor", "orchestrator", "host", "gateway", "trainer", "replica", "chaos")
 
 
@@ -172,6 +172,11 @@ class Members:
             self.end(pid, at, how)
         self.spares.clear()
 
+    def last_of_ranks(self) -> float:
+        """When any rank of the trainer was last heard of, or seen to end."""
+        lives = [one.lives[-1] for name, one in self.known.items() if name.startswith(RANK)]
+        return max((max(life.seen, life.ended or 0.0) for life in lives), default=0.0)
+
     def end_trainer(self, at: float, how: str) -> None:
         """The trainer's nodes and ranks are gone: with their host, or one by one before."""
         for pid, name in list(self._at.items()):
@@ -205,7 +210,7 @@ def _letters(name: str) -> str:
 
 def rank_name(rank: int) -> str:
     """The member that is a rank of the trainer."""
-    return f"{TRAINER}rank {rank}"
+    return f"{RANK}{rank}"
 
 
 def node_name(node: str) -> str:

@@ -294,9 +294,8 @@ class Picture:
 
     def _worker(self, event: Told, fields: forms.Worker) -> None:
         name, cycle = rank_name(fields.rank), (fields.run, fields.cycle)
+        heard = min(event.at, self.members.last_of_ranks())
         for node in [node for node, crew in self._crews.items() if crew.cycle != cycle]:
-            lives = [self.members.life_of(pid) for pid in self._crews[node].pids]
-            heard = max((life.seen for life in lives if life is not None), default=event.at)
             self._crew_gone(node, heard, "stopped")
         if self.members.start(name, fields.worker_pid, event.at) is not None:
             self._crews.setdefault(event.process, Crew(cycle)).pids.add(fields.worker_pid)
