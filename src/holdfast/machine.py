@@ -7,6 +7,7 @@ mount can change under a running process.
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +19,11 @@ __all__ = [
     "begun_at",
     "boot_id",
     "file_system_of",
+    "is_alive",
     "is_network_file_system",
     "listeners",
     "mounts",
+    "place",
     "state_dir",
 ]
 
@@ -50,6 +53,12 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError as error:
         raise Unavailable(f"{_BOOT_ID} cannot be read ({error}): mount /proc") from error
+
+
+def place() -> str:
+    """This host, this boot, this pid namespace: where a pid means what it says."""
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    return f"{socket.gethostname()}/{boot_id()[:8]}/{space}"
 
 
 def file_system_of(path: str | Path) -> tuple[str, str]:
@@ -115,11 +124,23 @@ def state_dir() -> Path:
 
 def begun_at(pid: int) -> int:
     """When a process began, in ticks since boot; 0 when it is not there."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def is_alive(pid: int, began: int) -> bool:
+    """Whether the process that began then is there, and more than a name to be collected."""
+    fields = _stat(pid)
+    return bool(fields) and int(fields[19]) == began and fields[0] not in "ZX"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def listeners(port: int) -> list[int]:

@@ -9,14 +9,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from holdfast import ledger
+from holdfast import ledger, procs
 from holdfast.jobs import decide
 from holdfast.jobs.host import Host
+from holdfast.jobs.host_process import HostSettings, _is_dead, _me
 from holdfast.jobs.launcher import Running, Ticket
 from holdfast.jobs.local import LocalLauncher
+from holdfast.jobs.records import Host as HostRecord
+from holdfast.jobs.serving import SETTINGS
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Delete, LiveRuntime
 from holdfast.servers import EtcdServer
@@ -249,3 +253,47 @@ async def test_the_command_of_a_trainer_is_found(tmp_path: Path) -> None:
     assert (await running.serving()).startswith("127.0.0.1:")
     await running.stop(5.0)
     assert trainers() == []
+
+
+def host_process(tmp_path: Path) -> procs.Child:
+    """A host as `holdfast serve` starts it, with a lease that lasts longer than any test."""
+    settings = HostSettings(
+        run="r",
+        ledger=f"sqlite:///{tmp_path}/ledger.db",
+        name="h1",
+        folder=str(tmp_path),
+        trainers={"default": TOY},
+        lease_s=600.0,
+    )
+    env = {SETTINGS: msgspec.json.encode(settings).decode()}
+    argv = [sys.executable, "-m", "holdfast.jobs.host_process"]
+    return procs.spawn(argv, env=env, log=tmp_path / "host.log")
+
+
+async def test_a_host_that_was_killed_does_not_wait_for_its_old_lease(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Started again, it sees that its earlier life is over, and begins the next incarnation."""
+    await jobs.create("a", "j", {})
+    with host_process(tmp_path) as first:
+        before = await until(jobs, is_running)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(10)
+        with host_process(tmp_path):
+            after = await until(jobs, lambda it: is_running(it) and it.job.epoch > 1)
+    assert after.job.epoch == before.job.epoch + 1
+
+
+async def test_the_lease_of_a_host_that_may_live_is_left_alone(jobs: Jobs, tmp_path: Path) -> None:
+    """A pid says nothing on another machine, and a living process is no earlier life of ours."""
+    mine = _me("h1")
+    assert not _is_dead(mine)
+    assert _is_dead(msgspec.structs.replace(mine, began=mine.began + 1)), (
+        "a pid that is used again"
+    )
+    assert not _is_dead(msgspec.structs.replace(mine, began=1, place="elsewhere"))
+    assert not _is_dead(HostRecord(name="h1")), "one of an older release"
+    async with host(tmp_path, lease_s=60.0), host(tmp_path, lease_s=60.0):
+        await jobs.create("a", "j", {})
+        found = await until(jobs, is_running)
+        assert found.job.epoch == 1

@@ -11,13 +11,18 @@ stops them all. Invariants:
 - an address is published only for an incarnation that answers, and only while it is the job's;
 - when a job's epoch moves on, its trainer is stopped, and its alive key goes after that.
 
-Any number of hosts may share a run; each job is taken by one of them.
+Any number of hosts may share a run; each job is taken by one of them. A host that was killed and
+is started again on the same machine does not wait for its old lease: it sees that the process is
+dead, and gives that lease back.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from holdfast import events
 from holdfast.errors import (
@@ -38,7 +43,7 @@ from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.jobs.view import View, keep
 from holdfast.ledger.leases import Keeper
-from holdfast.ledger.records import put
+from holdfast.ledger.records import load, put
 from holdfast.ledger.types import Delete, absent, same_life, unchanged
 from holdfast.timeouts import DEFAULTS
 
@@ -106,7 +111,10 @@ class Host:
         grace_s: float = 10.0,
         adrift_s: float = 60.0,
         budget: Budget = Budget(),  # noqa: B008 -- frozen
+        me: HostRecord | None = None,
+        is_dead: Callable[[HostRecord], bool] = lambda _: False,
     ) -> None:
+        """`me` says where this process is, and `is_dead` whether another one surely is not."""
         self._jobs = jobs
         self._runtime = jobs.runtime
         self._launcher = launcher
@@ -116,6 +124,8 @@ class Host:
         self._grace_s = grace_s
         self._adrift_s = adrift_s
         self._budget = budget
+        self._me = me or HostRecord(name=name)
+        self._is_dead = is_dead
         self._tending: dict[str, _Tended] = {}
         self._begun: dict[str, int] = {}
         """The newest epoch of each job that was begun here."""
@@ -141,11 +151,13 @@ class Host:
     async def _serve(self) -> None:
         """One lease long."""
         key = self._jobs.keys.host(self._name)
-        record = HostRecord(
+        record = msgspec.structs.replace(
+            self._me,
             name=self._name,
             trainers=self._launcher.offers,
             any_command=self._launcher.any_command,
         )
+        await self._bury(key)
         await self._runtime.ledger.txn([], [put(key, record, lease=self._keeper.id)])
         await self._renew()
         self._leased_at = self._runtime.now()
@@ -167,6 +179,12 @@ class Host:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _bury(self, key: str) -> None:
+        """Give the lease of an earlier life of ours back, if that is surely over."""
+        before = await load(self._runtime.ledger, key, HostRecord)
+        if before is not None and before.entry.lease and self._is_dead(before.record):
+            await self._runtime.ledger.revoke(before.entry.lease)
 
     async def _renew(self) -> None:
         """Bind the signs of life of what is still ours to the new lease; stop the rest."""

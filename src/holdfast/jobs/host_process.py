@@ -5,16 +5,18 @@ give their jobs back; when this process is killed, they die with it and are begu
 """
 
 import asyncio
+import os
 import shlex
 import time
 from pathlib import Path
 
 import msgspec
 
-from holdfast import events, ledger
+from holdfast import events, ledger, machine
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
 from holdfast.jobs.local import LocalLauncher, is_own
+from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
@@ -67,8 +69,22 @@ async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
             lease_s=settings.lease_s,
             grace_s=settings.grace_s,
             budget=Budget(restarts=settings.restarts),
+            me=_me(settings.name),
+            is_dead=_is_dead,
         )
         await until_signal(host.run())
+
+
+def _me(name: str) -> HostRecord:
+    pid = os.getpid()
+    return HostRecord(name=name, place=machine.place(), pid=pid, began=machine.begun_at(pid))
+
+
+def _is_dead(other: HostRecord) -> bool:
+    """Whether a host's process is no more, which can be seen on its own machine alone."""
+    if other.place != machine.place() or not other.pid:
+        return False
+    return not machine.is_alive(other.pid, other.began)
 
 
 def main() -> None:

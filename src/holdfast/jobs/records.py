@@ -134,6 +134,11 @@ class Host(Record, frozen=True, kw_only=True):
     """The trainers that jobs may name here."""
     any_command: bool = False
     """Whether jobs may bring commands of their own."""
+    place: str = ""
+    """The machine, its boot and its pid namespace: where the next two mean what they say."""
+    pid: int = 0
+    began: int = 0
+    """When that process began: pids are used again."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,10 +15,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -122,7 +120,7 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
 
 
 def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
-    here = _here()
+    here = machine.place()
     node = Node(
         cycle=0,
         address=plan.settings.address,
@@ -143,12 +141,6 @@ def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
         lease_s=plan.settings.lease_s,
         is_dead=lambda other: other.host == here and _is_dead(other.pid),
     )
-
-
-def _here() -> str:
-    """This host, this boot, this pid namespace: where a pid means what it says."""
-    space = Path("/proc/self/ns/pid").stat().st_ino
-    return f"{socket.gethostname()}/{machine.boot_id()[:8]}/{space}"
 
 
 def _is_dead(pid: int) -> bool:
