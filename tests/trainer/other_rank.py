@@ -3,7 +3,7 @@
     HELD=held.json python -m trainer.other_rank NAME=DIRECTORY …
 
 `probe` makes it write the file HELD: see `held`. As rank 0 (with STATE, a file of a captured
-state, and AFTER) it restores that state, takes a step, and writes the state after it.
+state, and AFTER) it restores that state, goes on, and writes the state after it.
 """
 
 import gc
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.torch
 import torch
 
@@ -65,7 +66,10 @@ def held(machine: Machine) -> dict[str, Any]:
         moments = {key: one for key, one in trained.moments.items() if "step" not in key}
         models[name] = {
             "numbers": {key: one.numel() for key, one in weights.items()},
-            "bits": [one.view(torch.int32).sum().item() for one in weights.values()],
+            "bits": [
+                one.view(torch.int32).sum().item()
+                for one in (*weights.values(), *moments.values(), *trained.grads.values())
+            ],
             "moments": sum(one.numel() for one in moments.values()),
             "grads": sum(one.numel() for one in trained.grads.values()),
         }
@@ -81,9 +85,19 @@ class Watched(ShardedMachine):
         super().probe()
 
 
+def never_pickle(patch: pytest.MonkeyPatch) -> None:
+    """What torch sends as an object is pickled: from now on that is an error."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was pickled")
+
+    patch.setattr(torch.distributed.distributed_c10d, "_object_to_tensor", refuse)
+
+
 def main() -> None:
     """Follow until the end, or go on from a state."""
     settle()
+    never_pickle(pytest.MonkeyPatch())
     ranks = from_env()
     models = dict(word.split("=", 1) for word in sys.argv[1:])
     machine = Watched({name: Path(path) for name, path in models.items()}, "run", ranks)
@@ -91,8 +105,9 @@ def main() -> None:
         follow(machine, ranks)
     else:
         state = Snapshot(safetensors.torch.load_file(os.environ["STATE"]), {"kind": "state"}, {})
-        lead(machine, ranks, Order(kind="restore", model="m", base="tiny"), state)
-        lead(machine, ranks, Order(kind="apply", model="m", op=STEP))
+        lead(machine, ranks, Order(kind="restore", model="m", base=next(iter(models))), state)
+        for op in (batch(2), STEP):
+            lead(machine, ranks, Order(kind="apply", model="m", op=op))
         after = lead(machine, ranks, Order(kind="capture", model="m"))
         assert isinstance(after, Snapshot)
         safetensors.torch.save_file(dict(after.tensors), os.environ["AFTER"])

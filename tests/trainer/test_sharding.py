@@ -20,13 +20,15 @@ from holdfast.engine.determinism import settle
 from holdfast.engine.tiny import make_tiny
 from holdfast.errors import Mistake
 from holdfast.trainer import ops
+from holdfast.trainer.compute import TorchCompute
 from holdfast.trainer.gradients import BATCH_TOKENS
 from holdfast.trainer.machine import Machine
 from holdfast.trainer.orders import END, Answer, Order, lead
 from holdfast.trainer.ranks import Alone, Ranks, from_env
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.sharded import ShardedMachine
-from trainer.other_rank import STEP, batch, datum, held
+from holdfast.trainer.sharding import ShardedTenant
+from trainer.other_rank import STEP, batch, datum, held, never_pickle
 
 
 class Led:
@@ -109,7 +111,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     tiny = make_tiny(root / "tiny")
     learned = make_tiny(root / "learned", positions="learned")
-    return {"tiny": tiny, "learned": learned, "tied": tied(tiny, root / "tied")}
+    narrow = make_tiny(root / "narrow", hidden=4, heads=2, layers=1)
+    return {
+        "tiny": tiny,
+        "learned": learned,
+        "narrow": narrow,
+        "tied": tied(tiny, root / "tied"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +131,7 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         for name, value in group(0, 2, port).items():
             patch.setenv(name, value)
         settle()
+        never_pickle(patch)
         ranks = from_env()
         led = Led(ShardedMachine(ours, "run", ranks), ranks, notes)
         yield led
@@ -265,32 +274,35 @@ def test_a_state_goes_from_one_kind_to_the_other(pair: Led, plain: Led) -> None:
         one.apply("x", batch(1))
     for source, target in ((pair, plain), (plain, pair)):
         state = source.capture("x")
+        copy = Snapshot({name: one.clone() for name, one in state.tensors.items()}, {}, {})
         target.do("restore", state, model="y", base="tiny")
         assert same(target.capture("y"), state)
         for model, one in (("x", source), ("y", target)):
             one.apply(model, STEP)
         close(target.capture("y"), source.capture("x"))
         assert any(name.startswith("grads.") for name in state.tensors)
+        assert same(state, copy)
         target.do("load", state, model="y", optimizer=False)
         assert {name.split(".")[0] for name in target.capture("y").tensors} == {"weights"}
 
 
 @pytest.mark.long
 def test_a_state_goes_to_another_number_of_ranks(
-    pair: Led, plain: Led, folders: dict[str, Path], tmp_path: Path
+    pair: Led, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Three ranks go on from what two have made."""
-    pair.do("create", model="z", base="tiny")
+    """Three ranks go on from what two have made; some have nothing of a tensor of four rows."""
+    pair.do("create", model="z", base="narrow")
     pair.apply("z", batch(0))
     pair.apply("z", STEP)
     pair.apply("z", batch(1))
     safetensors.torch.save_file(dict(pair.capture("z").tensors), tmp_path / "state")
+    pair.apply("z", batch(2))
     pair.apply("z", STEP)
     more = {"STATE": str(tmp_path / "state"), "AFTER": str(tmp_path / "after")}
     with contextlib.ExitStack() as stack:
         port = free_port()
-        bases = {"tiny": folders["tiny"]}
-        three = [stack.enter_context(rank(at, 3, port, bases, **more)) for at in range(3)]
+        base = {"narrow": folders["narrow"]}
+        three = [stack.enter_context(rank(at, 3, port, base, **more)) for at in range(3)]
         assert [one.wait(60) for one in three] == [0, 0, 0]
     after = Snapshot(safetensors.torch.load_file(tmp_path / "after"), {}, {})
     close(after, pair.capture("z"))
@@ -346,6 +358,26 @@ def test_bad_numbers_change_nothing_on_any_rank(pair: Led) -> None:
         pair.apply("b", empty)
     pair.do("restore", state, model="b", base="tiny")
     pair.apply("b", STEP)
+
+
+def test_what_one_rank_finds_counts_for_all(pair: Led, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is bad in one rank's part only is added by none."""
+    pair.do("create", model="o", base="tiny")
+    pair.apply("o", batch(0))
+    before = pair.other()["models"]["o"]
+    take = ShardedTenant.take_gradients
+
+    def spoilt(tenant: ShardedTenant) -> torch.Tensor:
+        found = take(tenant)
+        found[5] = torch.inf
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardedTenant, "take_gradients", spoilt)
+        with pytest.raises(Mistake, match="gradients are not finite"):
+            pair.apply("o", batch(1))
+    assert pair.other()["models"]["o"] == before
+    pair.apply("o", STEP)
 
 
 def test_states_of_another_form_are_refused(pair: Led) -> None:
@@ -415,3 +447,28 @@ def test_adapters_and_single_ranks_are_refused(pair: Led, tmp_path: Path) -> Non
         )
         assert told.returncode == Mistake.exit_code, told.stderr
         assert "--ranks 2 or more" in told.stderr
+
+
+async def test_after_an_error_nobody_is_told_to_end(folders: dict[str, Path]) -> None:
+    """The others may be in the middle of something: they notice that this process has ended."""
+
+    class Two(Alone):
+        size = 2
+        told = 0
+
+        def share(self, data: bytes | None) -> bytes:
+            self.told += 1
+            return super().share(data)
+
+    class Broken(Machine):
+        def drop(self, model: str) -> None:
+            raise MemoryError if model == "large" else Mistake("no")
+
+    for model, expected in (("large", 1), ("small", 2)):
+        ranks = Two()
+        made = (Broken(folders, "run"), ranks)
+        compute = TorchCompute(folders, lambda made=made: made)  # type: ignore[misc]
+        with pytest.raises((MemoryError, Mistake)):
+            await compute.drop(model)
+        await compute.close()
+        assert ranks.told == expected

@@ -24,28 +24,21 @@ if TYPE_CHECKING:
     from holdfast.trainer.orders import Answer
     from holdfast.trainer.ranks import Ranks
 
-__all__ = ["NO_LORA", "TorchCompute"]
+__all__ = ["TorchCompute"]
 
 _MAX_RANK = 1024
-NO_LORA = (
-    "with --fsdp all weights are trained, no adapters: ask for rank 0, or serve without --fsdp"
-)
 
 
 class TorchCompute:
     """`Compute` on a `Machine`; rank 0's. `make` is called in the thread that computes."""
 
     def __init__(
-        self,
-        folders: Mapping[str, Path],
-        make: "Callable[[], tuple[Machine, Ranks]]",
-        *,
-        adapters: bool = True,
+        self, folders: Mapping[str, Path], make: "Callable[[], tuple[Machine, Ranks]]"
     ) -> None:
         self._bases = {name: bases.read_facts(name, path) for name, path in folders.items()}
         self._make = make
-        self._adapters = adapters
         self._made: tuple[Machine, Ranks] | None = None
+        self._in_step = True
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "compute")
 
     def _have(self) -> "tuple[Machine, Ranks]":
@@ -60,7 +53,13 @@ class TorchCompute:
             from holdfast.trainer.orders import Order, lead
 
             machine, ranks = self._have()
-            return lead(machine, ranks, Order(kind=kind, **details), snapshot)
+            try:
+                return lead(machine, ranks, Order(kind=kind, **details), snapshot)
+            except Mistake:
+                raise
+            except BaseException:
+                self._in_step = False
+                raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, there)
 
@@ -89,8 +88,6 @@ class TorchCompute:
         """Refuse what is wrong by its form."""
         facts = bases.find(self._bases, base)
         if isinstance(op, ops.CreateModel):
-            if op.lora is not None and not self._adapters:
-                raise Mistake(NO_LORA)
             if op.lora is not None and not 1 <= op.lora.rank <= _MAX_RANK:
                 raise Mistake(f"the rank of an adapter is 1 to {_MAX_RANK}, not {op.lora.rank}")
         elif isinstance(op, ops.ForwardBackward):
@@ -149,8 +146,12 @@ class TorchCompute:
         return _outcome(await self._do("sample", key=key, line=line, number=number, op=encoded))
 
     async def close(self) -> None:
-        """Let the other ranks end."""
-        if self._made is not None and self._made[1].size > 1:
+        """Let the other ranks end.
+
+        After an error they may be in the middle of something, and would take the word for an
+        answer in that. Then this process ends without it, and they notice.
+        """
+        if self._made is not None and self._made[1].size > 1 and self._in_step:
             await self._do("end")
         self._thread.shutdown(wait=False, cancel_futures=True)
 

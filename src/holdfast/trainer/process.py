@@ -200,9 +200,7 @@ def _serve(folder: Path, computing: Computing, store: str, host: str, port: int)
         return
     from holdfast.trainer.compute import TorchCompute
 
-    compute = TorchCompute(
-        computing.models, lambda: computing.begin(who.run), adapters=not computing.fsdp
-    )
+    compute = TorchCompute(computing.models, lambda: computing.begin(who.run))
     asyncio.run(_run(who, compute, folder, store, host, port))
 
 

@@ -26,7 +26,6 @@ from holdfast.engine.base import Base, Tenant
 from holdfast.engine.generate import Generation, Settings, generate
 from holdfast.errors import Mistake
 from holdfast.trainer import adam, ops
-from holdfast.trainer.compute import NO_LORA
 from holdfast.trainer.gradients import batches, losses_of, tell
 from holdfast.trainer.machine import Machine
 from holdfast.trainer.ranks import Ranks, agreed, from_env
@@ -39,7 +38,9 @@ def meet(device: str) -> tuple[Ranks, str]:
     """The ranks of torchrun's environment, and this one's device."""
     if not device.startswith("cuda"):
         return from_env(), device
-    mine = device if ":" in device else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if device != "cuda":
+        raise Mistake(f"--fsdp gives every rank a device of its own: say cuda, not {device}")
+    mine = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     torch.cuda.set_device(mine)
     return from_env(backend="cpu:gloo,cuda:nccl"), mine
 
@@ -65,7 +66,10 @@ class ShardedMachine(Machine):
 
     def _tenant(self, name: str, base: str, lora: ops.Lora | None) -> Tenant:
         if lora is not None:
-            raise Mistake(NO_LORA)
+            raise Mistake(
+                "with --fsdp all weights are trained, no adapters: ask for rank 0, or serve "
+                "without --fsdp"
+            )
         return agreed(
             self._ranks,
             lambda: ShardedTenant(self.base(base), name, self._mesh, self._ranks),

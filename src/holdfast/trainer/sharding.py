@@ -138,7 +138,7 @@ class ShardedTenant(Tenant):
         for key, given in wholes.items():
             whole, like = self._told(given), self._like(key)
             if like is None:
-                found[key] = whole
+                found[key] = whole.clone()
                 continue
             mine = _local(like.detach())
             pieces = whole.chunk(self._ranks.size)
