@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 
 from holdfast.engine.determinism import settle
+from holdfast.procs import die_with_parent
 from holdfast.trainer import ops
 from holdfast.trainer.machine import Machine
 from holdfast.trainer.orders import END, Order, follow, lead
@@ -26,6 +27,8 @@ from holdfast.trainer.ranks import from_env
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.sharded import ShardedMachine
 
+IDLE_S = 90.0
+"""A rank that waits in vain says so before the test's time is over: no signal gets it out."""
 STEP = ops.encode(
     # Where a gradient is nothing but noise (a key's bias), a smaller eps would make weights of it.
     ops.OptimStep(learning_rate=1e-2, eps=1e-5, weight_decay=0.01, grad_clip_norm=1.0)
@@ -96,9 +99,10 @@ def never_pickle(patch: pytest.MonkeyPatch) -> None:
 
 def main() -> None:
     """Follow until the end, or go on from a state."""
+    die_with_parent(os.getppid())
     settle()
     never_pickle(pytest.MonkeyPatch())
-    ranks = from_env()
+    ranks = from_env(IDLE_S)
     models = dict(word.split("=", 1) for word in sys.argv[1:])
     machine = Watched({name: Path(path) for name, path in models.items()}, "run", ranks)
     if ranks.rank:

@@ -28,7 +28,7 @@ from holdfast.trainer.ranks import Alone, Ranks, from_env
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.sharded import ShardedMachine
 from holdfast.trainer.sharding import ShardedTenant
-from trainer.other_rank import STEP, batch, datum, held, never_pickle
+from trainer.other_rank import IDLE_S, STEP, batch, datum, held, never_pickle
 
 
 class Led:
@@ -132,7 +132,7 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             patch.setenv(name, value)
         settle()
         never_pickle(patch)
-        ranks = from_env()
+        ranks = from_env(IDLE_S)
         led = Led(ShardedMachine(ours, "run", ranks), ranks, notes)
         yield led
         led.do(END)

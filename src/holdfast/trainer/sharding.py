@@ -106,18 +106,17 @@ class ShardedTenant(Tenant):
         self._form.load_state(
             {name: torch.empty_like(one, device="meta") for name, one in state.items()}
         )
-        mine = self.state()
-        for name, part in self.own({name: state[name] for name in mine}).items():
-            mine[name].copy_(part)
+        for name, mine in self.state().items():
+            mine.copy_(self.own({name: state[name]})[name])
 
     def wholes(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put together what the ranks hold of weights, moments or gradients: rank 0 gets it."""
         found = {}
         for key, part in held.items():
             like = self._like(key)
-            whole = part.detach().cpu().clone() if like is None else self._joined(part, like)
+            whole = part.detach().clone() if like is None else self._joined(part, like)
             if self._ranks.rank == 0:
-                found[key] = whole
+                found[key] = whole.cpu()
         return found
 
     def _joined(self, part: Tensor, like: DTensor) -> Tensor:
@@ -130,7 +129,7 @@ class ShardedTenant(Tenant):
             shape=like.shape,
             stride=like.stride(),
         )
-        return spread.full_tensor().contiguous().cpu()
+        return spread.full_tensor().contiguous()
 
     def own(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts of what rank 0 has whole; see `load_state`."""
