@@ -61,7 +61,7 @@ class Tenant:
         padding, which stands at the end of a row. What comes out at padding means nothing.
         """
         rows = self._checked(tokens, mask)
-        outputs: torch.Tensor = self.model()(input_ids=rows, use_cache=False).logits
+        outputs: torch.Tensor = self._pass(input_ids=rows, use_cache=False).logits
         return outputs
 
     def advance(self, tokens: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, Any]:
@@ -70,7 +70,7 @@ class Tenant:
         The cache is the model's own; it is changed in place. The first call makes it. The
         tokens must be in the vocabulary.
         """
-        output = self.model()(
+        output = self._pass(
             input_ids=tokens.to(self.base.device), past_key_values=cache, use_cache=True,
             **self.base.last_only,
         )  # fmt: skip
@@ -126,6 +126,10 @@ class Tenant:
         """Let go of the weights. `Base.drop` calls this."""
         self._model = None
         self._parameters, self._buffers, self._files = {}, {}, {}
+
+    def _pass(self, **given: Any) -> Any:
+        """Let the model compute: every use of it goes through here."""
+        return self.model()(**given)
 
     def _everything(self) -> dict[str, torch.Tensor]:
         return dict(sorted({**self._parameters, **self._buffers}.items()))

@@ -66,6 +66,11 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     "--ranks", default=1, show_default=True, help="For Holdfast's own trainer: its processes."
 )
 @click.option(
+    "--fsdp",
+    is_flag=True,
+    help="For Holdfast's own trainer: each of its ranks holds a part of the weights.",
+)
+@click.option(
     "--store", default="", help="For Holdfast's own trainer: where batches by reference are."
 )
 @click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
@@ -103,6 +108,7 @@ def serve(
     trainers: tuple[str, ...],
     models: tuple[str, ...],
     ranks: int,
+    fsdp: bool,
     store: str,
     **given: object,
 ) -> None:
@@ -132,9 +138,8 @@ def serve(
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
-    parts = _parts(
-        asked, lasting, run, folder, port, _named(trainers, _own_trainer(models, ranks, store))
-    )
+    own = _own_trainer(models, ranks, store, fsdp=fsdp)
+    parts = _parts(asked, lasting, run, folder, port, _named(trainers, own))
 
     def announce() -> None:
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
@@ -179,16 +184,19 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
 
 
-def _own_trainer(models: tuple[str, ...], ranks: int, store: str) -> str:
+def _own_trainer(models: tuple[str, ...], ranks: int, store: str, *, fsdp: bool) -> str:
     """The command of Holdfast's own trainer."""
     if not 1 <= ranks <= 64:
         raise Mistake(f"--ranks is 1 to 64, not {ranks}")
+    if fsdp and ranks == 1:
+        raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
     for one in models:
         name, equals, directory = one.partition("=")
         if not name or not equals or not (Path(directory) / "config.json").is_file():
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
     given = [word for one in models for word in ("--model", one)]
     given += ["--ranks", str(ranks)] if ranks > 1 else []
+    given += ["--fsdp"] if fsdp else []
     given += ["--store", store] if store else []
     return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])
 

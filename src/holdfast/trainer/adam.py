@@ -15,7 +15,7 @@ can be saved like weights and a step is a function of (parameters, gradients, st
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,19 +23,43 @@ from torch import Tensor
 from holdfast.errors import Mistake
 from holdfast.trainer.ops import OptimStep
 
-__all__ = ["State", "global_norm", "step"]
+__all__ = ["State", "check", "global_norm", "norm_of", "squares", "step"]
 
 State = dict[str, Tensor]
 
 
 def global_norm(gradients: Mapping[str, Tensor | None]) -> float:
     """The L2 norm of all gradients as one vector."""
-    squares = [
+    return norm_of(squares(gradients))
+
+
+def squares(gradients: Mapping[str, Tensor | None]) -> list[float]:
+    """The sum of the squares of each gradient, or of each part of one."""
+    return [
         float(gradient.double().square().sum())
         for gradient in gradients.values()
         if gradient is not None
     ]
-    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+
+
+def norm_of(found: Iterable[float]) -> float:
+    """The norm, given all `squares`, in any order."""
+    all_of_them = list(found)
+    if not all(map(math.isfinite, all_of_them)):
+        return math.nan
+    return math.sqrt(math.fsum(all_of_them))
+
+
+def check(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse a state that is not one of parameters of these shapes."""
+    for key, tensor in state.items():
+        kind, _, name = key.partition("/")
+        wanted = torch.Size() if kind == "step" else shapes.get(name)
+        if kind not in ("m", "v", "step") or name not in shapes or tensor.shape != wanted:
+            raise Mistake(f"the optimizer's state has {key!r}, which is not of this model")
+    for name in {key.partition("/")[2] for key in state}:
+        if not {f"m/{name}", f"v/{name}", f"step/{name}"} <= state.keys():
+            raise Mistake(f"the optimizer's state of {name!r} is not whole")
 
 
 @torch.no_grad()

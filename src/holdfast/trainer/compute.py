@@ -1,7 +1,7 @@
 """Computing with torch, for a core that runs in an event loop: one thread, all ranks.
 
-What changes a model is told to the other ranks first, as one message; then all of them do
-it. What only reads (capture, export, sample) is done by rank 0 alone.
+What is to be done is an order (`orders.py`), which is told to those ranks whom it concerns, and
+then carried out by all of them.
 
 Torch and the models are loaded by that thread, when the process already serves: operations are
 taken on, and old results given, seconds before the first one can be carried out.
@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import Mistake
 from holdfast.trainer import bases, loss_inputs, ops
@@ -21,13 +21,11 @@ from holdfast.trainer.wire.answers import Offer
 
 if TYPE_CHECKING:
     from holdfast.trainer.machine import Machine
-    from holdfast.trainer.orders import Order
+    from holdfast.trainer.orders import Answer
     from holdfast.trainer.ranks import Ranks
 
 __all__ = ["TorchCompute"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _MAX_RANK = 1024
 
 
@@ -40,38 +38,36 @@ class TorchCompute:
         self._bases = {name: bases.read_facts(name, path) for name, path in folders.items()}
         self._make = make
         self._made: tuple[Machine, Ranks] | None = None
+        self._in_step = True
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "compute")
-
-    async def _run(
-        self, work: "Callable[Concatenate[Machine, P], T]", *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Do something with the machine, in its thread."""
-
-        def there() -> T:
-            return work(self._have()[0], *args, **kwargs)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, there)
 
     def _have(self) -> "tuple[Machine, Ranks]":
         if self._made is None:
             self._made = self._make()
         return self._made
 
-    async def _all(self, order: "Callable[[], Order]") -> Outcome | None:
-        """Let every rank do something."""
+    async def _do(self, kind: str, snapshot: Snapshot | None = None, **details: Any) -> "Answer":
+        """Have an order carried out."""
 
-        def there() -> Outcome | None:
-            from holdfast.trainer.orders import lead
+        def there() -> "Answer":
+            from holdfast.trainer.orders import Order, lead
 
             machine, ranks = self._have()
-            return lead(machine, ranks, order())
+            try:
+                return lead(machine, ranks, Order(kind=kind, **details), snapshot)
+            except Mistake:
+                raise
+            except BaseException:
+                self._in_step = False
+                raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, there)
 
     async def warm_up(self) -> None:
         """Load torch and every base, so that the first operation need not wait for them."""
+        loop = asyncio.get_running_loop()
         for name in self._bases:
-            await self._run(lambda machine, name: machine.base(name), name)
+            await loop.run_in_executor(self._thread, lambda name: self._have()[0].base(name), name)
 
     # ---- bases -----------------------------------------------------------------
 
@@ -86,7 +82,7 @@ class TorchCompute:
 
     async def probe(self) -> None:
         """See `Bases.probe`."""
-        await self._run(lambda machine: machine.probe())
+        await self._do("probe")
 
     def check(self, base: str, op: Op) -> None:
         """Refuse what is wrong by its form."""
@@ -101,35 +97,15 @@ class TorchCompute:
 
     async def create(self, model: str, base: str, lora: Lora | None) -> None:
         """See `Compute.create`."""
-
-        def order() -> "Order":
-            from holdfast.trainer.orders import Order
-
-            return Order(kind="create", model=model, base=base, lora=lora)
-
-        await self._all(order)
+        await self._do("create", model=model, base=base, lora=lora)
 
     async def load(self, model: str, snapshot: Snapshot, *, optimizer: bool) -> None:
         """See `Compute.load`."""
-
-        def order() -> "Order":
-            from holdfast.trainer.orders import Order, with_snapshot
-
-            return with_snapshot(Order(kind="load", model=model, optimizer=optimizer), snapshot)
-
-        await self._all(order)
+        await self._do("load", snapshot, model=model, optimizer=optimizer)
 
     async def restore(self, model: str, base: str, lora: Lora | None, snapshot: Snapshot) -> None:
         """See `Compute.restore`."""
-
-        def order() -> "Order":
-            from holdfast.trainer.orders import Order, with_snapshot
-
-            return with_snapshot(
-                Order(kind="restore", model=model, base=base, lora=lora), snapshot
-            )
-
-        await self._all(order)
+        await self._do("restore", snapshot, model=model, base=base, lora=lora)
 
     async def apply(
         self,
@@ -138,33 +114,19 @@ class TorchCompute:
         op: ops.ForwardBackward | ops.OptimStep,
     ) -> Outcome:
         """See `Compute.apply`."""
-
-        def order() -> "Order":
-            from holdfast.trainer.orders import Order
-
-            return Order(kind="apply", model=model, op=ops.encode(op))
-
-        outcome = await self._all(order)
-        assert outcome is not None
-        return outcome
+        return _outcome(await self._do("apply", model=model, op=ops.encode(op)))
 
     async def capture(self, model: str) -> Snapshot:
         """See `Compute.capture`."""
-        return await self._run(lambda machine: machine.capture(model))
+        return _taken(await self._do("capture", model=model))
 
     async def export(self, model: str) -> Snapshot:
         """See `Compute.export`."""
-        return await self._run(lambda machine: machine.export(model))
+        return _taken(await self._do("export", model=model))
 
     async def drop(self, model: str) -> None:
         """See `Compute.drop`."""
-
-        def order() -> "Order":
-            from holdfast.trainer.orders import Order
-
-            return Order(kind="drop", model=model)
-
-        await self._all(order)
+        await self._do("drop", model=model)
 
     # ---- sampling --------------------------------------------------------------
 
@@ -176,20 +138,30 @@ class TorchCompute:
         self, key: str, base: str, lora: Lora | None, snapshot: Snapshot | None
     ) -> None:
         """See `Compute.open_sampler`."""
-        await self._run(lambda machine: machine.open_sampler(key, base, lora, snapshot))
+        await self._do("open_sampler", snapshot, key=key, base=base, lora=lora)
 
     async def sample(self, key: str, line: str, number: int, op: ops.Sample) -> Outcome:
         """See `Compute.sample`."""
-        return await self._run(lambda machine: machine.sample(key, line, number, op))
+        encoded = ops.encode(op)
+        return _outcome(await self._do("sample", key=key, line=line, number=number, op=encoded))
 
     async def close(self) -> None:
-        """Let the other ranks end."""
+        """Let the other ranks end.
 
-        def order() -> "Order":
-            from holdfast.trainer.orders import END, Order
-
-            return Order(kind=END)
-
-        if self._made is not None and self._made[1].size > 1:
-            await self._all(order)
+        After an error they may be in the middle of something, and would take the word for an
+        answer in that. Then this process ends without it, and they notice.
+        """
+        if self._made is not None and self._made[1].size > 1 and self._in_step:
+            await self._do("end")
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _outcome(answer: "Answer") -> Outcome:
+    assert answer is not None
+    assert not isinstance(answer, Snapshot)
+    return answer
+
+
+def _taken(answer: "Answer") -> Snapshot:
+    assert isinstance(answer, Snapshot)
+    return answer

@@ -20,7 +20,7 @@ from holdfast.engine.scoring import token_logprobs
 from holdfast.trainer import losses, ops
 from holdfast.trainer.ranks import Ranks
 
-__all__ = ["SHARDS", "Gradients"]
+__all__ = ["SHARDS", "Gradients", "batches", "losses_of", "tell"]
 
 SHARDS = 4
 BATCH_TOKENS = 16_384
@@ -81,23 +81,12 @@ class Gradients:
         if self._ranks.size == 1:
             assert mine is not None
             return mine
-        shapes = [_target_shape(datum) for datum in shard]
-        count = sum(int(np.prod(shape)) for shape in shapes)
-        if mine is not None:
-            flat = torch.cat([values.reshape(-1) for values in mine.logprobs])
-            table = _table(mine.metrics)
-            gradient = mine.gradient
-        else:
-            flat = torch.empty(count)
-            table = torch.empty(len(shard), 2 * len(METRICS), dtype=torch.float64)
-            gradient = torch.empty(size)
-        flat = self._ranks.spread(flat, owner)
-        table = self._ranks.spread(table, owner)
+        outputs = (mine.logprobs, mine.metrics) if mine is not None else None
+        logprobs, metrics = tell(self._ranks, shard, outputs, owner)
+        gradient = mine.gradient if mine is not None else torch.empty(size)
         if self._exact:
             gradient = self._ranks.spread(gradient, owner)
-        parts = torch.split(flat, [int(np.prod(shape)) for shape in shapes])
-        logprobs = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-        return _Shard(gradient, logprobs, _metrics(table))
+        return _Shard(gradient, logprobs, metrics)
 
     def _compute(
         self,
@@ -111,14 +100,10 @@ class Gradients:
         logprobs: list[Tensor] = []
         metrics: list[dict[str, float]] = []
         with torch.set_grad_enabled(bool(parameters)):
-            for batch in _batches(shard):
-                scored = self._score(tenant, batch)
-                total = torch.zeros(())
-                for datum, values in zip(batch, scored, strict=True):
-                    one, told = losses.loss(op.loss, values, losses.inputs_of(datum), op.config)
-                    total = total + one
-                    metrics.append(told)
-                    logprobs.append(values.detach().float().cpu())
+            for batch in batches(shard):
+                total, scored, told = losses_of(tenant, op, batch)
+                logprobs += scored
+                metrics += told
                 if parameters:
                     found = torch.autograd.grad(
                         total, list(parameters.values()), allow_unused=True
@@ -126,44 +111,80 @@ class Gradients:
                     gradient += _flat(found, parameters)
         return _Shard(gradient, logprobs, metrics)
 
-    def _score(self, tenant: Tenant, batch: Sequence[ops.Datum]) -> list[Tensor]:
-        """The log probabilities of every datum's targets, each in the shape of its targets."""
-        rows = [np.frombuffer(datum.tokens, "<i4") for datum in batch]
-        longest = max(len(row) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for at, row in enumerate(rows):
-            tokens[at, : len(row)] = torch.from_numpy(row.astype(np.int64))
-            mask[at, : len(row)] = 1
-        logits = tenant.logits(tokens, mask)
-        wanted = [_targets(datum) for datum in batch]
-        if all(one.ndim == 1 for one in wanted):  # at once: cutting logits up costs a copy each
-            targets = torch.zeros_like(tokens)
-            for at, one in enumerate(wanted):
-                targets[at, : len(one)] = one
-            whole = token_logprobs(logits, targets.to(logits.device)).unbind()
-            return [values[: len(row)] for values, row in zip(whole, rows, strict=True)]
-        scored = []
-        for row, one, mine in zip(rows, wanted, logits.unbind(), strict=True):
-            mine = mine[: len(row)]
-            if one.ndim == 2:
-                mine = mine.unsqueeze(1).expand(-1, one.shape[1], -1)
-            scored.append(token_logprobs(mine, one.to(logits.device)))
-        return scored
+
+def losses_of(
+    tenant: Tenant, op: ops.ForwardBackward, batch: Sequence[ops.Datum]
+) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+    """The loss of a batch, and of each datum the log probabilities and the metrics."""
+    total = torch.zeros(())
+    logprobs: list[Tensor] = []
+    metrics: list[dict[str, float]] = []
+    for datum, values in zip(batch, _score(tenant, batch), strict=True):
+        one, told = losses.loss(op.loss, values, losses.inputs_of(datum), op.config)
+        total = total + one
+        metrics.append(told)
+        logprobs.append(values.detach().float().cpu())
+    return total, logprobs, metrics
 
 
-def _batches(shard: Sequence[ops.Datum]) -> list[list[ops.Datum]]:
+def tell(
+    ranks: Ranks,
+    shard: Sequence[ops.Datum],
+    outputs: tuple[list[Tensor], list[dict[str, float]]] | None,
+    owner: int,
+) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """The log probabilities and the metrics of a shard as its owner has them, on every rank."""
+    shapes = [_target_shape(datum) for datum in shard]
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    if outputs is not None:
+        flat = torch.cat([values.reshape(-1) for values in outputs[0]])
+        table = _table(outputs[1])
+    else:
+        flat = torch.empty(sum(sizes))
+        table = torch.empty(len(shard), 2 * len(METRICS), dtype=torch.float64)
+    parts = torch.split(ranks.spread(flat, owner), sizes)
+    logprobs = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return logprobs, _metrics(ranks.spread(table, owner))
+
+
+def _score(tenant: Tenant, batch: Sequence[ops.Datum]) -> list[Tensor]:
+    """The log probabilities of every datum's targets, each in the shape of its targets."""
+    rows = [np.frombuffer(datum.tokens, "<i4") for datum in batch]
+    longest = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = torch.from_numpy(row.astype(np.int64))
+        mask[at, : len(row)] = 1
+    logits = tenant.logits(tokens, mask)
+    wanted = [_targets(datum) for datum in batch]
+    if all(one.ndim == 1 for one in wanted):  # at once: cutting logits up costs a copy each
+        targets = torch.zeros_like(tokens)
+        for at, one in enumerate(wanted):
+            targets[at, : len(one)] = one
+        whole = token_logprobs(logits, targets.to(logits.device)).unbind()
+        return [values[: len(row)] for values, row in zip(whole, rows, strict=True)]
+    scored = []
+    for row, one, mine in zip(rows, wanted, logits.unbind(), strict=True):
+        mine = mine[: len(row)]
+        if one.ndim == 2:
+            mine = mine.unsqueeze(1).expand(-1, one.shape[1], -1)
+        scored.append(token_logprobs(mine, one.to(logits.device)))
+    return scored
+
+
+def batches(shard: Sequence[ops.Datum]) -> list[list[ops.Datum]]:
     """Cut a shard into batches of bounded size, in order: a function of the data alone."""
-    batches: list[list[ops.Datum]] = []
+    found: list[list[ops.Datum]] = []
     longest = 0
     for datum in shard:
         length = len(datum.tokens) // 4
         longest = max(longest, length)
-        if not batches or longest * (len(batches[-1]) + 1) > BATCH_TOKENS:
-            batches.append([])
+        if not found or longest * (len(found[-1]) + 1) > BATCH_TOKENS:
+            found.append([])
             longest = length
-        batches[-1].append(datum)
-    return batches
+        found[-1].append(datum)
+    return found
 
 
 def _flat(found: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> Tensor:

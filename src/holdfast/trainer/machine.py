@@ -1,9 +1,11 @@
 """Models in memory, and what is done to them: the same bits on every rank and in every life.
 
 - Every rank has the same models and does the same to them; see `gradients.py` for how they
-  share the work, and why the bits do not depend on their number.
+  share the work, and why the bits do not depend on their number. `ShardedMachine` is the one
+  where every rank has a part of each model.
 - Whatever raises `Mistake` has changed nothing: gradients are added, and weights stepped, only
   when everything about them is known to be finite.
+- A snapshot is copied, in both directions: nothing that is done here changes one.
 """
 
 import hashlib
@@ -11,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,18 +21,18 @@ from torch import Tensor
 
 from holdfast.engine.base import Base, Tenant, load_base
 from holdfast.engine.base import Lora as EngineLora
-from holdfast.engine.generate import Settings, generate
+from holdfast.engine.generate import Generation, Settings, generate
 from holdfast.errors import Mistake, NotFound
 from holdfast.trainer import adam, losses, ops
+from holdfast.trainer.captured import ADAM, GRADS, WEIGHTS, named, part, weights_of
 from holdfast.trainer.generated import sampled_of
 from holdfast.trainer.gradients import Gradients
 from holdfast.trainer.ranks import Alone, Ranks
 from holdfast.trainer.seams import Snapshot
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "Trained"]
 
 SAMPLERS = 8
-WEIGHTS, ADAM, GRADS = "weights.", "adam.", "grads."
 
 
 @dataclass
@@ -45,6 +48,9 @@ class Trained:
 
 class Machine:
     """One rank's models. Not for two threads at a time."""
+
+    spread: ClassVar[bool] = False
+    """Whether a rank has only a part of a model: then all must take part where one reads it."""
 
     def __init__(
         self,
@@ -80,8 +86,11 @@ class Machine:
     def base(self, name: str) -> Base:
         """A base, loaded when it is first needed."""
         if name not in self._bases:
-            self._bases[name] = load_base(name, self.folder(name), device=self._device)
+            self._bases[name] = self._load_base(name, self.folder(name))
         return self._bases[name]
+
+    def _load_base(self, name: str, folder: Path) -> Base:
+        return load_base(name, folder, device=self._device)
 
     def probe(self) -> None:
         """Compute something small on the first base."""
@@ -112,34 +121,45 @@ class Machine:
     def load(self, model: str, snapshot: Snapshot, *, optimizer: bool) -> None:
         """Take over saved weights, and with `optimizer` what the optimizer remembers."""
         trained = self._models[model]
-        trained.tenant.load_state(_weights(snapshot))
+        moments = part(snapshot.tensors, ADAM) if optimizer else {}
+        adam.check(moments, {name: one.shape for name, one in trained.tenant.parameters().items()})
+        trained.tenant.load_state(weights_of(snapshot))
         trained.grads = {}
-        trained.moments = _part(snapshot.tensors, ADAM) if optimizer else {}
+        trained.moments = self._own(trained.tenant, moments)
 
     def restore(self, model: str, base: str, lora: ops.Lora | None, snapshot: Snapshot) -> None:
         """Everything as it was captured."""
         self.create(model, base, lora)
         self.load(model, snapshot, optimizer=True)
-        self._models[model].grads = _part(snapshot.tensors, GRADS)
+        trained = self._models[model]
+        trained.grads = self._own(trained.tenant, part(snapshot.tensors, GRADS))
 
     def capture(self, model: str) -> Snapshot:
         """Everything as it is."""
         trained = self._models[model]
+        tenant = trained.tenant
         tensors = {
-            **_named(WEIGHTS, trained.tenant.state()),
-            **_named(ADAM, trained.moments),
-            **_named(GRADS, trained.grads),
+            **named(WEIGHTS, self._wholes(tenant, tenant.state())),
+            **named(ADAM, self._wholes(tenant, trained.moments)),
+            **named(GRADS, self._wholes(tenant, trained.grads)),
         }
-        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return Snapshot(copies, {"kind": "state", "base": trained.base}, {})
+        return Snapshot(tensors, {"kind": "state", "base": trained.base}, {})
 
     def export(self, model: str) -> Snapshot:
         """The weights, in the form in which others load them."""
         trained = self._models[model]
-        tensors = {name: one.detach().clone() for name, one in trained.tenant.state().items()}
+        tensors = self._wholes(trained.tenant, trained.tenant.state())
         kind = "model" if trained.lora is None else "adapter"
         facts = {"kind": kind, "base": trained.base}
         return Snapshot(tensors, facts, trained.tenant.carried_files())
+
+    def _wholes(self, tenant: Tenant, held: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002 -- of a part it matters whose
+        """Copies of what this rank holds of weights, moments or gradients, as others know it."""
+        return {name: one.detach().clone() for name, one in held.items()}
+
+    def _own(self, tenant: Tenant, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002 -- as above
+        """Copies of what this rank is to hold of moments or gradients."""
+        return {name: one.clone() for name, one in wholes.items()}
 
     # ---- training --------------------------------------------------------------
 
@@ -149,23 +169,40 @@ class Machine:
         base = trained.tenant.base
         losses.validate(op, base.vocabulary_size, base.context_length)
         parameters = trained.tenant.parameters() if op.backward else {}
-        gradient, logprobs, metrics = self._gradients.gather(trained.tenant, op, parameters)
+        gradient, logprobs, metrics = self._gather(trained.tenant, op, parameters)
         told = losses.merge_metrics(metrics)
         if not np.isfinite(told["loss:sum"]):
             raise Mistake(f"the loss is {told['loss:sum']}: nothing was changed")
         if op.backward:
-            if not bool(torch.isfinite(gradient).all()):
+            if not self._is_finite(gradient):
                 raise Mistake("the gradients are not finite: nothing was changed")
-            self._add(trained, parameters, gradient)
+            self._add(trained, gradient)
         outputs = [{"logprobs": _tensor(values)} for values in logprobs]
         return ops.Output(outputs=outputs, metrics=told)
 
-    def _add(self, trained: Trained, parameters: Mapping[str, Tensor], gradient: Tensor) -> None:
-        sizes = [one.numel() for one in parameters.values()]
-        for (name, one), part in zip(
-            parameters.items(), torch.split(gradient, sizes), strict=True
-        ):
-            shaped = part.reshape(one.shape)
+    def _gather(
+        self, tenant: Tenant, op: ops.ForwardBackward, parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+        """The gradient of what this rank holds, as one vector; outputs and metrics of all data."""
+        return self._gradients.gather(tenant, op, parameters)
+
+    def _held(self, tenant: Tenant) -> dict[str, Tensor]:
+        """What this rank holds of each parameter: the memory itself."""
+        return {name: one.data for name, one in tenant.parameters().items()}
+
+    def _is_finite(self, gradient: Tensor) -> bool:
+        """Every rank says the same."""
+        return bool(torch.isfinite(gradient).all())
+
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The norm of all gradients, wherever they are; every rank says the same."""
+        return adam.global_norm(gradients)
+
+    def _add(self, trained: Trained, gradient: Tensor) -> None:
+        held = self._held(trained.tenant)
+        sizes = [one.numel() for one in held.values()]
+        for (name, one), piece in zip(held.items(), torch.split(gradient, sizes), strict=True):
+            shaped = piece.reshape(one.shape)
             if name in trained.grads:
                 trained.grads[name] += shaped
             else:
@@ -174,8 +211,9 @@ class Machine:
     def optim_step(self, model: str, op: ops.OptimStep) -> ops.Stepped:
         """One step of Adam; the gradients are used up."""
         trained = self._models[model]
-        parameters = {name: one.data for name, one in trained.tenant.parameters().items()}
-        metrics = adam.step(parameters, trained.grads, trained.moments, op)
+        norm = self._norm(trained.grads)
+        held = self._held(trained.tenant)
+        metrics = adam.step(held, trained.grads, trained.moments, op, norm=norm)
         trained.grads = {}
         return ops.Stepped(metrics=metrics)
 
@@ -190,14 +228,21 @@ class Machine:
     ) -> None:
         """Have weights in memory; those that were used least recently go."""
         if snapshot is None:
-            tenant = self.base(base).frozen()
+            tenant = self._frozen(base)
         else:
             tenant = self._tenant(f"sampler {key}", base, lora)
-            tenant.load_state(_weights(snapshot))
+            try:
+                tenant.load_state(weights_of(snapshot))
+            except Mistake:
+                tenant.base.drop(tenant)
+                raise
         self._samplers[key] = tenant
         while len(self._samplers) > SAMPLERS:
             _, old = self._samplers.popitem(last=False)
             old.base.drop(old)
+
+    def _frozen(self, base: str) -> Tenant:
+        return self.base(base).frozen()
 
     def sample(self, key: str, line: str, number: int, op: ops.Sample) -> ops.Sampled:
         """Continue a prompt. The seed is the caller's, or stands for (run, line, number)."""
@@ -216,10 +261,14 @@ class Machine:
         )
         prompt = np.frombuffer(op.prompt, "<i4").tolist()
         seed = op.seed if op.seed is not None else _seed(self._run, line, number)
-        found = generate(
-            self._samplers[key], prompt, settings, num_samples=op.num_samples, seed=seed
+        return sampled_of(
+            self._generate(self._samplers[key], prompt, settings, op.num_samples, seed)
         )
-        return sampled_of(found)
+
+    def _generate(
+        self, tenant: Tenant, prompt: list[int], settings: Settings, count: int, seed: int
+    ) -> Generation:
+        return generate(tenant, prompt, settings, num_samples=count, seed=seed)
 
 
 def _seed(run: str, line: str, number: int) -> int:
@@ -240,20 +289,3 @@ def _lora(given: ops.Lora) -> EngineLora:
 def _tensor(values: Tensor) -> ops.Tensor:
     array = values.numpy().astype("<f4")
     return ops.Tensor(dtype="float32", shape=tuple(array.shape), data=array.tobytes())
-
-
-def _weights(snapshot: Snapshot) -> dict[str, Tensor]:
-    """The weights of a state, or of what was saved for samplers, which has nothing else."""
-    return _part(snapshot.tensors, WEIGHTS) or dict(snapshot.tensors)
-
-
-def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

@@ -1,7 +1,16 @@
-"""What all ranks do together: an order, told by rank 0 and carried out by each of them."""
+"""What all ranks do together: an order, told by rank 0 and carried out by each of them.
+
+- What only reads is done by rank 0 alone, unless its machine has only a part of each model
+  (`Machine.spread`); then every order is one for all.
+- A state goes with its order. To a machine with parts only its form goes: the content follows
+  tensor by tensor, so that no other rank ever has all of it.
+"""
+
+from typing import TypeAlias
 
 import msgspec
 import safetensors.torch
+import torch
 
 from holdfast import events
 from holdfast.errors import Corrupt, Mistake
@@ -11,9 +20,20 @@ from holdfast.trainer.ops import Lora, Outcome
 from holdfast.trainer.ranks import Ranks
 from holdfast.trainer.seams import Snapshot
 
-__all__ = ["Order", "follow", "lead", "with_snapshot"]
+__all__ = ["END", "Order", "follow", "lead"]
 
 END = "end"
+_READS = ("capture", "export", "open_sampler", "sample", "probe")
+
+Answer: TypeAlias = Outcome | Snapshot | None
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A tensor without its content."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,7 +45,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lora: Lora | None = None
     optimizer: bool = False
     op: bytes = b""
+    key: str = ""
+    line: str = ""
+    number: int = 0
     state: bytes = b""
+    forms: list[Form] = []
     facts: bytes = b""
 
 
@@ -35,20 +59,11 @@ class Followed(events.Event, frozen=True, tag="trainer.rank_ended"):
     rank: int
 
 
-def with_snapshot(order: Order, snapshot: Snapshot) -> Order:
-    """The order, with a state to go with it."""
-    return msgspec.structs.replace(
-        order,
-        state=safetensors.torch.save(dict(snapshot.tensors)),
-        facts=msgspec.json.encode(snapshot.facts),
-    )
-
-
-def lead(machine: Machine, ranks: Ranks, order: Order) -> Outcome | None:
+def lead(machine: Machine, ranks: Ranks, order: Order, snapshot: Snapshot | None = None) -> Answer:
     """Be rank 0: tell everybody, then do it."""
-    if ranks.size > 1:
-        ranks.share(msgspec.msgpack.encode(order))
-    return None if order.kind == END else _obey(machine, order)
+    if ranks.size > 1 and (machine.spread or order.kind not in _READS):
+        ranks.share(msgspec.msgpack.encode(_with(order, snapshot, forms=machine.spread)))
+    return None if order.kind == END else _obey(machine, order, snapshot)
 
 
 def follow(machine: Machine, ranks: Ranks) -> None:
@@ -59,33 +74,71 @@ def follow(machine: Machine, ranks: Ranks) -> None:
             events.emit(Followed(rank=ranks.rank))
             return
         try:
-            _obey(machine, order)
+            _obey(machine, order, _snapshot(order))
         except Mistake:
             continue  # rank 0 had the same, and tells it
 
 
-def _obey(machine: Machine, order: Order) -> Outcome | None:
+def _obey(machine: Machine, order: Order, snapshot: Snapshot | None) -> Answer:
     match order.kind:
         case "create":
             machine.create(order.model, order.base, order.lora)
         case "load":
-            machine.load(order.model, _snapshot(order), optimizer=order.optimizer)
+            assert snapshot is not None
+            machine.load(order.model, snapshot, optimizer=order.optimizer)
         case "restore":
-            machine.restore(order.model, order.base, order.lora, _snapshot(order))
+            assert snapshot is not None
+            machine.restore(order.model, order.base, order.lora, snapshot)
+        case "capture":
+            return machine.capture(order.model)
+        case "export":
+            return machine.export(order.model)
         case "drop":
             machine.drop(order.model)
-        case "apply":
-            op = ops.decode_op(order.op)
-            if isinstance(op, ops.ForwardBackward):
-                return machine.forward_backward(order.model, op)
-            if isinstance(op, ops.OptimStep):
-                return machine.optim_step(order.model, op)
-            raise Corrupt(f"ranks do not know how to {ops.kind(op)}")
+        case "open_sampler":
+            machine.open_sampler(order.key, order.base, order.lora, snapshot)
+        case "probe":
+            machine.probe()
+        case "apply" | "sample":
+            return _carry_out(machine, order, ops.decode_op(order.op))
         case _:
             raise Corrupt(f"ranks do not know how to {order.kind}")
     return None
 
 
-def _snapshot(order: Order) -> Snapshot:
-    tensors = safetensors.torch.load(order.state)
+def _carry_out(machine: Machine, order: Order, op: ops.Op) -> Outcome:
+    match op:
+        case ops.ForwardBackward():
+            return machine.forward_backward(order.model, op)
+        case ops.OptimStep():
+            return machine.optim_step(order.model, op)
+        case ops.Sample():
+            return machine.sample(order.key, order.line, order.number, op)
+        case _:
+            raise Corrupt(f"ranks do not know how to {ops.kind(op)}")
+
+
+def _with(order: Order, snapshot: Snapshot | None, *, forms: bool) -> Order:
+    """The order, with a state to go with it."""
+    if snapshot is None:
+        return order
+    facts = msgspec.json.encode(snapshot.facts)
+    if not forms:
+        state = safetensors.torch.save(dict(snapshot.tensors))
+        return msgspec.structs.replace(order, facts=facts, state=state)
+    told = [
+        Form(name, str(one.dtype).removeprefix("torch."), tuple(one.shape))
+        for name, one in snapshot.tensors.items()
+    ]
+    return msgspec.structs.replace(order, facts=facts, forms=told)
+
+
+def _snapshot(order: Order) -> Snapshot | None:
+    """The state that goes with an order, or its form."""
+    if not order.facts:
+        return None
+    tensors = safetensors.torch.load(order.state) if order.state else {}
+    for form in order.forms:
+        dtype = getattr(torch, form.dtype)
+        tensors[form.name] = torch.empty(form.shape, dtype=dtype, device="meta")
     return Snapshot(tensors, msgspec.json.decode(order.facts, type=dict), {})

@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -56,6 +57,32 @@ class Spec(msgspec.Struct, frozen=True):
     policy: dict[str, object] = msgspec.field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Computing:
+    """What is computed with, on this rank."""
+
+    models: dict[str, Path]
+    device: str
+    threads: int
+    exact: bool
+    fsdp: bool
+
+    def begin(self, run: str) -> "tuple[Machine, Ranks]":
+        """Load torch, and meet the other ranks."""
+        from holdfast.engine.determinism import settle
+        from holdfast.trainer.machine import Machine
+        from holdfast.trainer.ranks import from_env
+
+        settle(self.threads)
+        if self.fsdp:
+            from holdfast.trainer.sharded import ShardedMachine, meet
+
+            ranks, device = meet(self.device)
+            return ShardedMachine(self.models, run, ranks, device=device), ranks
+        ranks = from_env()
+        return Machine(self.models, run, ranks, device=self.device, exact=self.exact), ranks
+
+
 @click.command()
 @click.option(
     "--folder",
@@ -78,6 +105,9 @@ class Spec(msgspec.Struct, frozen=True):
     "--ranks", default=1, show_default=True, help="Processes that compute, under holdfast launch."
 )
 @click.option(
+    "--fsdp", is_flag=True, help="Every rank holds a part of the weights: for what does not fit."
+)
+@click.option(
     "--spares", default=0, show_default=True, help="Nodes that wait to take a dead one's rank."
 )
 @click.option(
@@ -92,6 +122,7 @@ def main(
     threads: int,
     fast: bool,
     ranks: int,
+    fsdp: bool,
     spares: int,
     store: str,
     host: str,
@@ -102,15 +133,18 @@ def main(
     if not is_worker:
         die_with_parent(os.getppid())
     try:
+        if fsdp and max(ranks, int(os.environ.get("WORLD_SIZE", "1"))) < 2:
+            raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
         if (ranks > 1 or spares) and not is_worker:
-            _launch(ranks, spares, folder)
-        _serve(folder, _models(models, folder), device, threads, not fast, store, host, port)
+            _launch(ranks, spares, folder, fsdp=fsdp)
+        computing = Computing(_models(models, folder), device, threads, not fast, fsdp)
+        _serve(folder, computing, store, host, port)
     except HoldfastError as error:
         click.echo(f"holdfast: {type(error).__name__}: {error}", err=True)
         sys.exit(error.exit_code)
 
 
-def _launch(ranks: int, spares: int, folder: Path) -> NoReturn:
+def _launch(ranks: int, spares: int, folder: Path, *, fsdp: bool) -> NoReturn:
     """Become the agent of several ranks, or, with spares, who looks after one agent each.
 
     The ranks are this program again, one process each.
@@ -124,7 +158,8 @@ def _launch(ranks: int, spares: int, folder: Path) -> NoReturn:
     logs = folder / who.account / who.job / "launch"
     given = ["--run", name, "--grace", "3", "--log-dir", str(logs)]
     given += ["--max-restarts", "1000", "--last-call", "0"]
-    given += [word for module in PRELOAD for word in ("--preload", module)]
+    modules = (*PRELOAD, "holdfast.trainer.sharded") if fsdp else PRELOAD
+    given += [word for module in modules for word in ("--preload", module)]
     program = ["-m", "holdfast.trainer", *sys.argv[1:]]
     start = [sys.executable, "-m", "holdfast", "launch", *given]
     if not spares:
@@ -151,41 +186,22 @@ def _models(given: tuple[str, ...], folder: Path) -> dict[str, Path]:
     return models
 
 
-def _serve(
-    folder: Path,
-    models: dict[str, Path],
-    device: str,
-    threads: int,
-    exact: bool,
-    store: str,
-    host: str,
-    port: int,
-) -> None:
+def _serve(folder: Path, computing: Computing, store: str, host: str, port: int) -> None:
     who = Incarnation.from_env()
     rank = int(os.environ.get("RANK", "0"))
     log = folder / who.account / who.job / "events"
     log.mkdir(parents=True, exist_ok=True)
     life = f"e{who.epoch}-c{cycle.number()}-r{rank}-{os.getpid()}"
     events.configure(log / f"{life}.jsonl", process=f"{who.name} {life}")
-
-    def make() -> "tuple[Machine, Ranks]":
-        """Load torch, and meet the other ranks."""
-        from holdfast.engine.determinism import settle
-        from holdfast.trainer.machine import Machine
-        from holdfast.trainer.ranks import from_env
-
-        settle(threads)
-        ranks = from_env()
-        return Machine(models, who.run, ranks, device=device, exact=exact), ranks
-
     if rank:
         from holdfast.trainer.orders import follow
 
-        follow(*make())
+        follow(*computing.begin(who.run))
         return
     from holdfast.trainer.compute import TorchCompute
 
-    asyncio.run(_run(who, TorchCompute(models, make), folder, store, host, port))
+    compute = TorchCompute(computing.models, lambda: computing.begin(who.run))
+    asyncio.run(_run(who, compute, folder, store, host, port))
 
 
 async def _run(

@@ -1,18 +1,25 @@
 """How the ranks of one trainer speak to each other: rank 0 says what to do, all of them do it.
 
-Every rank holds the same models and carries out the same operations in the same order. What
-travels is bytes and float32 vectors; nothing is pickled. When a rank dies the others notice in
-their next exchange, end too, and are started again together.
+Every rank has the same models, or its part of them, and carries out the same operations in the
+same order. What travels is bytes and vectors of numbers; nothing is pickled. When a rank dies
+the others notice in their next exchange, end too, and are started again together.
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Alone", "Ranks", "TorchRanks", "from_env"]
+from holdfast.errors import Mistake
+
+__all__ = ["Alone", "Ranks", "TorchRanks", "agreed", "from_env"]
+
+T = TypeVar("T")
+_WORDS = 1024
+"""Bytes of a mistake that ranks tell each other."""
 
 
 class Ranks(Protocol):
@@ -29,6 +36,9 @@ class Ranks(Protocol):
 
     def total(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in whatever order is fast."""
+
+    def collect(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's vector, by rank, on every rank; all of one shape."""
 
     def close(self) -> None:
         """Speak no more."""
@@ -53,6 +63,10 @@ class Alone:
     def total(self, vector: torch.Tensor) -> torch.Tensor:
         """There is nobody else."""
         return vector
+
+    def collect(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """There is nobody else."""
+        return [vector]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -86,12 +100,41 @@ class TorchRanks:
         dist.all_reduce(vector)
         return vector
 
+    def collect(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """An all-gather: bits arrive as they are."""
+        found = [torch.empty_like(vector) for _ in range(self.size)]
+        dist.all_gather(found, vector)
+        return found
+
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
 
 
-def from_env(idle_s: float = 7 * 86_400.0) -> Ranks:
+def agreed(ranks: Ranks, work: Callable[[], T], undo: Callable[[T], None]) -> T:
+    """Do what each rank does by itself: a mistake on one of them is the same one on all.
+
+    Without this, one rank would go back for the next order while the others wait for it.
+    """
+    done: list[T] = []
+    said = ""
+    try:
+        done.append(work())
+    except Mistake as error:
+        said = str(error) or type(error).__name__
+    words = torch.zeros(_WORDS, dtype=torch.uint8)
+    mine = torch.tensor(list(said.encode()[:_WORDS]), dtype=torch.uint8)
+    words[: len(mine)] = mine
+    for rank, one in enumerate(ranks.collect(words)):
+        text = one.numpy().tobytes().rstrip(b"\0").decode(errors="ignore")
+        if text:
+            for made in done:
+                undo(made)
+            raise Mistake(f"{text} (on rank {rank})")
+    return done[0]
+
+
+def from_env(idle_s: float = 7 * 86_400.0, *, backend: str = "gloo") -> Ranks:
     """The ranks that torchrun's environment speaks of; without it, one.
 
     Ranks wait for work as long as there is none, so an exchange has a very long limit: death
@@ -100,5 +143,5 @@ def from_env(idle_s: float = 7 * 86_400.0) -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Alone()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=idle_s))
+    dist.init_process_group(backend, timeout=timedelta(seconds=idle_s))
     return TorchRanks(dist.get_rank(), size)
