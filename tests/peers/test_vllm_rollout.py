@@ -290,21 +290,31 @@ def test_a_server_that_cannot_start(tmp_path: Path) -> None:
 
 # ---- a whole run -----------------------------------------------------------------------
 
+REWARD = """
+def reward(completion):
+    return sum(letter.islower() for letter in completion) / 8
+"""
+"""What random weights earn now and then: every step changes the weights."""
 SMALL = (
     "steps=6",
     "rollout.kind=vllm",
     "rollout.replicas=1",
     "rollout.groups=2",
-    "rollout.samples=4",
+    "rollout.samples=8",
     'rollout.vllm.env.OMP_NUM_THREADS="1"',
     "train.ranks=1",
     "train.spares=0",
     "evaluate.every=3",
     "evaluate.prompts=2",
-    "environment.options.digits=3",
+    "environment.name=small_letters:reward",
+    "environment.options.max_tokens=8",
+    f"environment.options.tasks={[{'prompt': f'{n}>', 'answer': ''} for n in range(40)]}".replace(
+        "':", "' ="
+    ),
 )
 OWN = ROOT / ".venv" / "bin" / "python"
-CLAUSE = "replica0@step 2"
+CLAUSE = "replica0@rollout.make.put 3"
+"""A group of step 2 is in the queue, and nobody was told: it is made again."""
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -316,10 +326,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
     given = (*SMALL, f"model.directory={model}", f"rollout.vllm.command={COMMAND}")
     argv = [str(OWN), *runs.argv(folder, "--chaos", CLAUSE, small=given)[1:]]
     log = tmp_path / "run.log"
-    with spawn(argv, name="run", env={"PYTHONPATH": str(ROOT / "src")}, log=log) as run:
-        run.wait_until(lambda: _ready(folder) >= 1, START_S)
+    (tmp_path / "small_letters.py").write_text(REWARD)
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    with spawn(argv, name="run", env=env, cwd=tmp_path, log=log) as run:
+        run.wait_until(lambda: _engine(_vllm(model)) is not None, START_S)
         first = _vllm(model)
-        assert _engine(first) is not None, first
         run.wait_until(lambda: _ready(folder) >= 2, START_S)
         assert ended([*first]), "of the replica that was killed something is left"
         run.wait_until(lambda: _trained(folder) >= 3, START_S)
@@ -333,7 +344,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert [one["clause"] for one in told if one["type"] == "chaos.struck"] == [CLAUSE]
     assert [one["type"] for one in told].count("weights.server_ended") >= 1
     assert _ready(folder) == 3
+    contents = {one["content"] for one in told if one["type"] == "step.trained"}
+    assert len(contents) == 6, "a step did not change the weights"
     made = [one for one in told if one["type"] == "rollout.made" and one["purpose"] == "train"]
+    assert len(made) > len({(one["step"], one["group"]) for one in made}) == 12
     assert {(one["step"], one["version"]) for one in made} == {
         (step, max(0, step - 2)) for step in range(1, 7)
     }
