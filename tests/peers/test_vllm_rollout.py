@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,17 @@ def ended(group: Sequence[int]) -> bool:
     return not any(map(_lives, group))
 
 
+def shared_by(group: Iterable[int]) -> set[Path]:
+    """The shared memory of processes, by name."""
+    found = set()
+    for pid in group:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if line.rpartition(" ")[2].startswith("/dev/shm/psm_"):
+                    found.add(Path(line.rpartition(" ")[2]))
+    return found
+
+
 def _head(group: dict[int, str]) -> int | None:
     """The process that the keeper started, and that is asked."""
     found = [pid for pid, words in group.items() if words.startswith(COMMAND)]
@@ -335,11 +346,14 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert ended([*first]), "of the replica that was killed something is left"
         run.wait_until(lambda: _trained(folder) >= 3, START_S)
         second = _vllm(model)
+        shared = shared_by(second)
+        assert shared
         head = _head(second)
         assert head is not None, second
         os.kill(head, signal.SIGKILL)
         assert run.wait(START_S) == 0, log.read_text()[-3000:]
     assert ended([*second])
+    assert not any(one.exists() for one in shared)
     told = runs.events(folder)
     assert [one["clause"] for one in told if one["type"] == "chaos.struck"] == [CLAUSE]
     assert [one["type"] for one in told].count("weights.server_ended") >= 1
@@ -474,11 +488,14 @@ def test_killed(bench: Bench) -> None:
     bench.load_when_up(2)
     for victim in ("head", "engine"):
         group = bench.servers()
+        shared = shared_by(group)
+        assert shared
         pid = _head(group) if victim == "head" else _engine(group)
         assert pid is not None, group
         os.kill(pid, signal.SIGKILL)
         wait(lambda: _lost(bench, 2), "its end is noticed")
         wait(lambda old=group: ended([*old]), "all of it has ended")  # type: ignore[misc]
+        assert not any(one.exists() for one in shared)
         with pytest.raises(Unavailable):
             bench.say(2)
         bench.load_when_up(1)

@@ -7,22 +7,29 @@ vLLM is several processes (API server, EngineCore, workers). When the first is k
 others stay, with the memory that the next server needs. Here they are one process group, led
 by a small keeper that starts the server and ends the group when the server has ended.
 
-Invariants: whoever is killed, none of the group is left, be it the server (the keeper ends
-the group), the keeper (we do), or we (the kernel tells the keeper). Only what left the group
-by itself stays; vLLM does not. A server that keeps ending is started ever more slowly.
+Invariants:
+
+- Whoever is killed, none of the group is left, be it the server (the keeper ends the group),
+  the keeper (we do), or we (the kernel tells the keeper). Only what left the group by itself
+  stays; vLLM does not.
+- Nor is its shared memory left, or its sockets, unless the keeper itself is killed: a killed
+  vLLM cannot remove them. They are what processes of the group have mapped, under the names that
+  Python gives, and a folder that the keeper makes (`VLLM_RPC_BASE_PATH`, if you set none).
+- A server that keeps ending is started ever more slowly.
 """
 
 import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast import events
-from holdfast.errors import MissingPackage
+from holdfast.errors import MissingPackage, TimedOut
 from holdfast.procs import Child, spawn
 
 __all__ = ["ServerProcess"]
@@ -32,15 +39,39 @@ LOOK_S = 0.2
 STEADY_S = 300.0
 """A server that ran for so long is started again soon, however often others have ended."""
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 60.0
+END_S = 5.0
+"""How long the keeper may take to remove what is left of a server."""
 
 # With the standard library only and a bare interpreter: it lives as long as the server does.
 # SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
 # server: handled here, because what is ignored would be ignored by the server as well.
 _KEEPER = """
-import ctypes, os, signal, subprocess, sys
+import ctypes, os, shutil, signal, subprocess, sys, tempfile
+
+place = ""
+
+def shared():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getpgid(int(name)) == os.getpgrp():
+                with open(f"/proc/{name}/maps") as lines:
+                    for line in lines:
+                        path = line.rstrip().rpartition(" ")[2]
+                        if path.startswith("/dev/shm/psm_"):
+                            yield path
+        except OSError:
+            pass
 
 def end(*_):
-    os.killpg(0, signal.SIGKILL)
+    try:
+        for path in {*shared()}:
+            os.unlink(path)
+    except OSError:
+        pass
+    finally:
+        if place:
+            shutil.rmtree(place, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 signal.signal(signal.SIGHUP, end)
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -48,6 +79,8 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGHUP)
 if os.getppid() != int(sys.argv[1]):
     end()
+if "VLLM_RPC_BASE_PATH" not in os.environ:
+    os.environ["VLLM_RPC_BASE_PATH"] = place = tempfile.mkdtemp(prefix="holdfast-vllm-")
 try:
     code = subprocess.Popen(sys.argv[2:]).wait()
     print(f"keeper: {sys.argv[2]} ended with code {code}", file=sys.stderr, flush=True)
@@ -119,5 +152,10 @@ class ServerProcess:
 
     def end(self) -> None:
         """Kill the server with all that it started. While `running` it is started again."""
-        if self._child is not None:
-            self._child.kill_group()
+        if self._child is None:
+            return
+        if self._child.alive():
+            os.kill(self._child.pid, signal.SIGHUP)
+            with contextlib.suppress(TimedOut):  # the keeper is stopped, or very slow
+                self._child.wait(END_S)
+        self._child.kill_group()
