@@ -41,7 +41,7 @@ from holdfast.weights import Publisher, Retention, Subscriber
 from peers.conftest import START_S
 from run import runs
 
-pytestmark = pytest.mark.timeout(600)  # vLLM is started again in most of them
+pytestmark = pytest.mark.timeout(900)  # vLLM is started again in most of them
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = shlex.join([sys.executable, "-m", "vllm.entrypoints.openai.api_server"])

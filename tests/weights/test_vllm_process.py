@@ -103,9 +103,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("victim", ["server", "told", "us"])
+@pytest.mark.parametrize("victim", ["server", "told", "us", "keeper"])
 async def test_nothing_is_left_in_memory(tmp_path: Path, victim: str) -> None:
-    """Shared memory and sockets, which a killed server cannot remove, go with it."""
+    """Shared memory and sockets, which a killed server cannot remove, go with it; sockets also
+    when the keeper is killed."""
     file = tmp_path / "left"
     argv = [sys.executable, "-c", _HOLDER, str(file)]
     process = ServerProcess(argv, log=tmp_path / "log")
@@ -117,10 +118,15 @@ async def test_nothing_is_left_in_memory(tmp_path: Path, victim: str) -> None:
             process.end()
         elif victim == "server":
             os.kill(int(pid), signal.SIGKILL)
-        else:
+        elif victim == "us":
             os.kill(int(stat(int(pid))[1]), signal.SIGHUP)  # as the kernel does when we die
+        else:
+            os.kill(int(stat(int(pid))[1]), signal.SIGKILL)
+            memory = Path(left.pop(0))
         await until(lambda: not any(Path(one).exists() for one in left))
         await gone([int(pid)])
+    if victim == "keeper":
+        memory.unlink()
 
 
 async def test_a_server_that_ends_by_itself_is_told_of(tmp_path: Path) -> None:

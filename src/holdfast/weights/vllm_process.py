@@ -12,9 +12,10 @@ Invariants:
 - Whoever is killed, none of the group is left, be it the server (the keeper ends the group),
   the keeper (we do), or we (the kernel tells the keeper). Only what left the group by itself
   stays; vLLM does not.
-- Nor is its shared memory left, or its sockets, unless the keeper itself is killed: a killed
-  vLLM cannot remove them. They are what processes of the group have mapped, under the names that
-  Python gives, and a folder that the keeper makes (`VLLM_RPC_BASE_PATH`, if you set none).
+- Nor are its sockets left, or its shared memory unless the keeper itself is killed: a killed
+  vLLM cannot remove them. They are in a folder for each life (`VLLM_RPC_BASE_PATH`), and what
+  processes of the group have mapped under the names that Python gives. A semaphore of 32 bytes
+  stays in `/dev/shm`: nobody has it open, so nothing says whose it is.
 - A server that keeps ending is started ever more slowly.
 """
 
@@ -24,6 +25,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,9 +48,7 @@ END_S = 5.0
 # SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
 # server: handled here, because what is ignored would be ignored by the server as well.
 _KEEPER = """
-import ctypes, os, shutil, signal, subprocess, sys, tempfile
-
-place = ""
+import contextlib, ctypes, os, shutil, signal, subprocess, sys
 
 def shared():
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -65,12 +65,10 @@ def shared():
 def end(*_):
     try:
         for path in {*shared()}:
-            os.unlink(path)
-    except OSError:
-        pass
+            with contextlib.suppress(OSError):
+                os.unlink(path)
     finally:
-        if place:
-            shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
 signal.signal(signal.SIGHUP, end)
@@ -79,11 +77,9 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGHUP)
 if os.getppid() != int(sys.argv[1]):
     end()
-if "VLLM_RPC_BASE_PATH" not in os.environ:
-    os.environ["VLLM_RPC_BASE_PATH"] = place = tempfile.mkdtemp(prefix="holdfast-vllm-")
 try:
-    code = subprocess.Popen(sys.argv[2:]).wait()
-    print(f"keeper: {sys.argv[2]} ended with code {code}", file=sys.stderr, flush=True)
+    code = subprocess.Popen(sys.argv[3:]).wait()
+    print(f"keeper: {sys.argv[3]} ended with code {code}", file=sys.stderr, flush=True)
 finally:
     end()
 """
@@ -136,13 +132,16 @@ class ServerProcess:
         pause_s = PAUSE_MIN_S
         while True:
             begun_s = time.monotonic()
-            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), *self._argv]
-            self._child = spawn(keeper, name=self._name, env=self._env, log=self._log)
+            place = tempfile.mkdtemp(prefix="holdfast-vllm-")
+            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), place, *self._argv]
+            env = {**self._env, "VLLM_RPC_BASE_PATH": place}
             try:
+                self._child = spawn(keeper, name=self._name, env=env, log=self._log)
                 while self._child.alive():  # noqa: ASYNC110 -- its end is no event of the loop
                     await asyncio.sleep(LOOK_S)
             finally:
                 self.end()
+                shutil.rmtree(place, ignore_errors=True)
             ran_s = time.monotonic() - begun_s
             events.emit(ServerEnded(name=self._name, ran_s=ran_s))
             ended()
