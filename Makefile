@@ -23,9 +23,13 @@ test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, th
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
-test-peers: ## vLLM and TransferQueue, in an environment of their own (4 GB)
+test-peers: setup ## vLLM, TransferQueue and verifiers, in environments of their own (5 GB)
 	@PYTHON=$(PYTHON) scripts/setup-peers
-	.venv-peers/bin/python -m pytest -q tests/peers
+	.venv-peers/bin/python -m pytest -q tests/peers --ignore tests/peers/test_verifiers.py
+	@PYTHON=$(PYTHON) scripts/setup-peers verifiers
+	.venv-peers-verifiers/bin/python -m pytest -q tests/peers/test_verifiers.py
+	@PYTHON=$(PYTHON) scripts/setup-peers verifiers-0.1
+	.venv-peers-verifiers-0.1/bin/python -m pytest -q tests/peers/test_verifiers.py
 
 check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check src tests benchmarks examples
@@ -44,7 +48,7 @@ bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/
 	$(BIN)/python -m benchmarks.run
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-rdzv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 .PHONY: setup setup-servers setup-sdks setup-proxies setup-long
 setup:

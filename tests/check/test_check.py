@@ -51,6 +51,17 @@ def test_calm_run_passes(tmp_path: Path) -> None:
     }
 
 
+def test_replicas_that_promise_no_bits(tmp_path: Path) -> None:
+    """A group that vLLM makes twice may differ: that is not looked at, everything else is."""
+    logs = calm()
+    first = logs.one("rollout.made", step=2, group=1)
+    first["repeatable"] = False
+    logs.after(first, reward=0.75)
+    folder = logs.write(tmp_path)
+    assert not check_run(folder).findings
+    assert _status(folder)["run.again"] == "not checked"
+
+
 def test_killed_run_is_not_accused(tmp_path: Path) -> None:
     """A death between an effect and its event is no finding; the rule explains it."""
     report = check_run(killed().write(tmp_path))

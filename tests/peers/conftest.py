@@ -1,4 +1,5 @@
-"""Tests with other people's servers. They run in `.venv-peers` only (`make test-peers`).
+"""Tests with other people's packages, in environments of their own (`make test-peers`): all in
+`.venv-peers`, but for those with verifiers, whose versions exclude vLLM's.
 
 One vLLM serves all tests of a session, because it takes 40 seconds to start. Every test
 gets it resumed and with version 1 loaded; where a test has ended the engine, or left it
@@ -20,8 +21,9 @@ import pytest
 from holdfast.procs import Child, spawn
 from holdfast.servers import server_ports
 
-# Without vLLM this folder has no tests. The other files import what is not there then.
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*.py"]
+# Without vLLM this folder has no tests, unless a file is named. The other files import what is
+# not there then.
+collect_ignore_glob = ["test_verifiers.py"] if importlib.util.find_spec("vllm") else ["*.py"]
 
 # Before transformers is imported: nothing here comes from a hub.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")

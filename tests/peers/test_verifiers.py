@@ -1,8 +1,11 @@
 """Environments of the real library `verifiers`, asked by a judge in a process of their own.
 
 Its versions 0.1 load environments, newer ones tasksets: the tests of the other form are skipped.
+`make test-peers` runs this file in an environment for each (`scripts/setup-peers verifiers` and
+`verifiers-0.1`).
 """
 
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Spoilt
 
-verifiers = pytest.importorskip("verifiers", reason="the package verifiers is not installed")
+verifiers = importlib.import_module("verifiers")
 OLD = hasattr(verifiers, "load_environment")
 old = pytest.mark.skipif(not OLD, reason="needs verifiers<0.2")
 new = pytest.mark.skipif(OLD, reason="needs verifiers>=0.4")

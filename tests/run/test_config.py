@@ -49,6 +49,14 @@ def test_bad_files(tmp_path: Path) -> None:
         load(tmp_path / "bad.toml")
 
 
+@pytest.mark.parametrize("setting", ["model.lora_rank=4", "rollout.temperature=2.5"])
+def test_what_vllm_cannot(setting: str) -> None:
+    """Adapters, and temperatures that vLLM refuses, are refused before anything is started."""
+    load(None, [setting])
+    with pytest.raises(Mistake, match="vLLM"):
+        load(None, [setting, "rollout.kind=vllm"])
+
+
 def test_too_much_at_once() -> None:
     """Groups times samples has a bound."""
     with pytest.raises(Mistake, match="16384"):

@@ -88,6 +88,47 @@ async def test_a_server_ends_with_whoever_runs_it(tmp_path: Path) -> None:
         await gone([*tree, keeper])
 
 
+_HOLDER = """
+import os, socket, sys, time
+from multiprocessing.shared_memory import SharedMemory
+
+memory = SharedMemory(create=True, size=4096)
+place = os.environ["VLLM_RPC_BASE_PATH"]
+socket.socket(socket.AF_UNIX).bind(f"{place}/line")
+first = os.getpid()
+if os.fork() == 0:
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{first} /dev/shm/{memory.name} {place}\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("victim", ["server", "told", "us", "keeper"])
+async def test_nothing_is_left_in_memory(tmp_path: Path, victim: str) -> None:
+    """Shared memory and sockets, which a killed server cannot remove, go with it; sockets also
+    when the keeper is killed."""
+    file = tmp_path / "left"
+    argv = [sys.executable, "-c", _HOLDER, str(file)]
+    process = ServerProcess(argv, log=tmp_path / "log")
+    async with process.running():
+        await until(lambda: file.exists() and file.read_text().endswith("\n"))
+        pid, *left = file.read_text().split()
+        assert all(Path(one).exists() for one in left)
+        if victim == "told":
+            process.end()
+        elif victim == "server":
+            os.kill(int(pid), signal.SIGKILL)
+        elif victim == "us":
+            os.kill(int(stat(int(pid))[1]), signal.SIGHUP)  # as the kernel does when we die
+        else:
+            os.kill(int(stat(int(pid))[1]), signal.SIGKILL)
+            memory = Path(left.pop(0))
+        await until(lambda: not any(Path(one).exists() for one in left))
+        await gone([int(pid)])
+    if victim == "keeper":
+        memory.unlink()
+
+
 async def test_a_server_that_ends_by_itself_is_told_of(tmp_path: Path) -> None:
     """Its exit code stands in the log, and SIGTERM of the group is for the server itself."""
     ends: list[int] = []

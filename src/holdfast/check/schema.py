@@ -152,6 +152,8 @@ class RolloutMade(Record, frozen=True, tag="rollout.made"):
     keys: tuple[str, ...]
     reward: float
     exact: float
+    repeatable: bool = True
+    """False where the replica does not promise the same bits, as with vLLM."""
 
 
 class RolloutSpoilt(Record, frozen=True, tag="rollout.spoilt"):

@@ -31,6 +31,8 @@ class Made(Event, frozen=True, tag="rollout.made"):
     exact: float
     """The share that is exactly right."""
     seconds: float
+    repeatable: bool = True
+    """Whether any replica makes the same bits of it."""
 
 
 class Spoilt(Event, frozen=True, tag="rollout.spoilt"):

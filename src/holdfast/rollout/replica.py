@@ -104,6 +104,7 @@ class Replica:
                 reward=answer.reward,
                 exact=answer.exact,
                 seconds=round(time.monotonic() - began, 4),
+                repeatable=self._sampler.exact,
             )
         )
         await faults.apoint(PUT)

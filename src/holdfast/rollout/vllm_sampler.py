@@ -10,8 +10,8 @@ Invariants:
   version is named only after it was loaded into the server's present life and compared.
 - Nothing is loaded into, or asked of, a server that is not ours: it serves the model under a name
   that nobody else knows.
-- A load that failed, or an answer that did not come, costs the server: it is killed and
-  started again. While it starts, whoever asks is told to ask somebody else.
+- A load that failed, or an answer that did not come, costs the server its life: it is killed
+  and started again. While it starts, whoever asks is told to ask somebody else.
 - What stops a text is told to it: the same tokens that stop our own engine.
 
 Where this ends: the same question may have an answer with other bits. On a CPU vLLM's checker
@@ -23,7 +23,7 @@ import contextlib
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -138,14 +138,15 @@ class VllmSampler(Sampler):
         self._stack = contextlib.AsyncExitStack()
         # Of the server's present life: whether it answers, and what it holds.
         self._life = 0
+        self._began = 0.0
         self._up = False
         self._loaded: int | None = None
         self._context = 0
-        self._restart: Callable[[], None] = self._process.end
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        self._restart = lambda: loop.call_soon_threadsafe(self._process.end)  # type: ignore[assignment]
+        self._loop = asyncio.get_running_loop()
+        self._began = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._http.close)
             stack.push_async_callback(self._server.close)
@@ -163,15 +164,26 @@ class VllmSampler(Sampler):
     def _ended(self) -> None:
         """Take note that the server's life is over. The next one begins after this."""
         self._life += 1
+        self._began = time.monotonic()
         self._up, self._loaded = False, None
+
+    def _end_life(self, life: int) -> None:
+        """Kill the server, from any thread, unless that life of it is over already."""
+
+        def end() -> None:
+            if life == self._life:
+                self._up, self._loaded = False, None
+                self._process.end()
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(end)
 
     async def _begin(self) -> None:
         """Wait for the first server; one that cannot start is a reason to give up."""
-        began = time.monotonic()
         while not await self._ready():
             if self._life:
                 raise Unavailable(f"vLLM ended before it was ready: {self._last_words()}")
-            if time.monotonic() - began > self._settings.start_s:
+            if time.monotonic() - self._began > self._settings.start_s:
                 raise TimedOut(
                     f"vLLM was not ready after {self._settings.start_s:g} s (start_s): "
                     f"{self._last_words()}"
@@ -190,13 +202,14 @@ class VllmSampler(Sampler):
         """Whether the server is there, and ours."""
         if self._up:
             return True
-        life, began = self._life, time.monotonic()
+        life = self._life
         if not await self._server.healthy():
             return False
         context = await asyncio.to_thread(self._ask_context)
         if context and life == self._life:
             self._up, self._context = True, context
-            events.emit(ServerReady(url=self.url, seconds=round(time.monotonic() - began, 3)))
+            seconds = round(time.monotonic() - self._began, 3)
+            events.emit(ServerReady(url=self.url, seconds=seconds))
         return self._up
 
     def _ask_context(self) -> int:
@@ -232,16 +245,20 @@ class VllmSampler(Sampler):
             await self._server.pause("abort")  # what is left of a question that was given up
             await self._server.reload(path)
             await self._compare(wanted)
+            self._require(life)  # what begins a life of its own has not been compared
             await self._server.set_version(pin.number)
             await self._server.resume()
+            self._require(life)
         except HoldfastError as error:
-            self._restart()
+            self._end_life(life)
             raise Unavailable(
                 f"vLLM could not be given version {pin.number}, and is started again: {error}"
             ) from error
-        if life != self._life:
-            raise Unavailable(f"vLLM ended while version {pin.number} was loaded")
         self._loaded = pin.number
+
+    def _require(self, life: int) -> None:
+        if life != self._life:
+            raise Unavailable("it ended meanwhile")
 
     def _wanted(self, pin: "Pin") -> dict[str, str]:
         """What the server's checker must say: of every parameter, or of the vectors, which all
@@ -280,24 +297,27 @@ class VllmSampler(Sampler):
                 "ignore_eos": True,
                 "stop_token_ids": self._stops,
             }
+            # The likeliest answer is one, however many ask for it; vLLM refuses to give more.
+            different = count if temperature else 1
             said: list[Said] = []
-            for begin in range(0, count, AT_ONCE):
-                some = {"n": min(AT_ONCE, count - begin), "seed": seed_of("vllm", seed, begin)}
+            for begin in range(0, different, AT_ONCE):
+                some = {"n": min(AT_ONCE, different - begin), "seed": seed_of("vllm", seed, begin)}
                 body = {
                     "model": self._name,
                     "token_ids": list(prompt),
                     "sampling_params": {**params, **some},
                 }
                 said += self._read(self._post(body), version, some["n"])
-            return said
+            return said if temperature else said * count
 
         return say
 
     def _post(self, body: dict[str, Any]) -> bytes:
+        life = self._life
         try:
             answer = self._http.post("/inference/v1/generate", json=body)
         except httpx.TimeoutException:
-            self._restart()
+            self._end_life(life)
             raise TimedOut(f"vLLM did not answer within {ANSWER_S:g} s: started again") from None
         except httpx.HTTPError as error:
             raise Unavailable(f"vLLM at {self.url}: {type(error).__name__} {error}") from None
@@ -306,7 +326,8 @@ class VllmSampler(Sampler):
         text = f"vLLM answers {answer.status_code}: {answer.text[:300]}"
         if answer.status_code == httpx.codes.BAD_REQUEST:
             raise Mistake(text)
-        raise Unavailable(text)
+        self._end_life(life)
+        raise Unavailable(f"{text}: it is started again")
 
     def _read(self, data: bytes, version: int, count: int) -> list[Said]:
         """The samples of an answer, if every token of it is the version's."""
@@ -319,7 +340,7 @@ class VllmSampler(Sampler):
             raise Unavailable(f"vLLM gave {len(choices)} samples where {count} were asked for")
         for one in choices:
             whole = [_Span(str(version), 0, len(one.token_ids))]
-            if one.token_ids and one.weight_versions != whole:
+            if not one.token_ids or one.weight_versions != whole:
                 self._loaded = None
                 told = ", ".join(span.version for span in one.weight_versions) or "no version"
                 raise Unavailable(f"vLLM answered with {told}, not with version {version}")

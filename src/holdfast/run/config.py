@@ -20,6 +20,7 @@ __all__ = ["Config", "load"]
 
 MAX_LAG = 8
 """More versions than that are kept by the trainer for those who come late."""
+_VLLM_TEMPERATURE_MAX = 2.0
 
 
 class _Model(BaseModel):
@@ -113,6 +114,8 @@ class Config(_Model):
             raise ValueError("rollout.groups × rollout.samples is at most 16384")
         if self.rollout.kind == "vllm" and self.model.lora_rank:
             raise ValueError("replicas of vLLM take all the weights: set model.lora_rank=0")
+        if self.rollout.kind == "vllm" and self.rollout.temperature > _VLLM_TEMPERATURE_MAX:
+            raise ValueError("vLLM takes a rollout.temperature of 2 at most")
         return self
 
 

@@ -1,6 +1,7 @@
 """The processes of a run: which there are, and what each is told."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -68,9 +69,7 @@ def parts_of(
         Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log", nursery),
         Part("host", "holdfast.jobs.host_process", host, logs / "host.log", nursery),
     ]
-    vllm = None
-    if config.rollout.kind == "vllm":
-        vllm = VllmSettings(**config.rollout.vllm.model_dump())
+    vllm = _vllm(folder)
     for number in range(config.rollout.replicas):
         name = f"replica-{number}"
         settings = ReplicaSettings(
@@ -111,6 +110,20 @@ def parts_of(
         Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, nursery)
     )
     return parts
+
+
+def _vllm(folder: Folder) -> VllmSettings | None:
+    """How replicas start their servers; None if they have none."""
+    rollout = folder.config.rollout
+    if rollout.kind != "vllm":
+        return None
+    words = shlex.split(rollout.vllm.command)
+    if not words or shutil.which(words[0]) is None:
+        raise Mistake(
+            f"rollout.vllm.command = {rollout.vllm.command!r}: there is no such program. Give the "
+            "path of the vllm of the environment that it is installed in"
+        )
+    return VllmSettings(**rollout.vllm.model_dump())
 
 
 def _trainer(folder: Folder, base: Path) -> str:

@@ -7,22 +7,31 @@ vLLM is several processes (API server, EngineCore, workers). When the first is k
 others stay, with the memory that the next server needs. Here they are one process group, led
 by a small keeper that starts the server and ends the group when the server has ended.
 
-Invariants: whoever is killed, none of the group is left, be it the server (the keeper ends
-the group), the keeper (we do), or we (the kernel tells the keeper). Only what left the group
-by itself stays; vLLM does not. A server that keeps ending is started ever more slowly.
+Invariants:
+
+- Whoever is killed, none of the group is left, be it the server (the keeper ends the group),
+  the keeper (we do), or we (the kernel tells the keeper). Only what left the group by itself
+  stays; vLLM does not.
+- Nor are its sockets left, or its shared memory unless the keeper itself is killed: a killed
+  vLLM cannot remove them. They are in a folder for each life (`VLLM_RPC_BASE_PATH`), and what
+  processes of the group have mapped under the names that Python gives. A semaphore of 32 bytes
+  stays in `/dev/shm`: nobody has it open, so nothing says whose it is.
+- A server that keeps ending is started ever more slowly.
 """
 
 import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast import events
-from holdfast.errors import MissingPackage
+from holdfast.errors import MissingPackage, TimedOut
 from holdfast.procs import Child, spawn
 
 __all__ = ["ServerProcess"]
@@ -32,15 +41,35 @@ LOOK_S = 0.2
 STEADY_S = 300.0
 """A server that ran for so long is started again soon, however often others have ended."""
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 60.0
+END_S = 5.0
+"""How long the keeper may take to remove what is left of a server."""
 
 # With the standard library only and a bare interpreter: it lives as long as the server does.
 # SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
 # server: handled here, because what is ignored would be ignored by the server as well.
 _KEEPER = """
-import ctypes, os, signal, subprocess, sys
+import contextlib, ctypes, os, shutil, signal, subprocess, sys
+
+def shared():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getpgid(int(name)) == os.getpgrp():
+                with open(f"/proc/{name}/maps") as lines:
+                    for line in lines:
+                        path = line.rstrip().rpartition(" ")[2]
+                        if path.startswith("/dev/shm/psm_"):
+                            yield path
+        except OSError:
+            pass
 
 def end(*_):
-    os.killpg(0, signal.SIGKILL)
+    try:
+        for path in {*shared()}:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    finally:
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 signal.signal(signal.SIGHUP, end)
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -49,8 +78,8 @@ if sys.platform == "linux":
 if os.getppid() != int(sys.argv[1]):
     end()
 try:
-    code = subprocess.Popen(sys.argv[2:]).wait()
-    print(f"keeper: {sys.argv[2]} ended with code {code}", file=sys.stderr, flush=True)
+    code = subprocess.Popen(sys.argv[3:]).wait()
+    print(f"keeper: {sys.argv[3]} ended with code {code}", file=sys.stderr, flush=True)
 finally:
     end()
 """
@@ -103,13 +132,16 @@ class ServerProcess:
         pause_s = PAUSE_MIN_S
         while True:
             begun_s = time.monotonic()
-            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), *self._argv]
-            self._child = spawn(keeper, name=self._name, env=self._env, log=self._log)
+            place = tempfile.mkdtemp(prefix="holdfast-vllm-")
+            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), place, *self._argv]
+            env = {**self._env, "VLLM_RPC_BASE_PATH": place}
             try:
+                self._child = spawn(keeper, name=self._name, env=env, log=self._log)
                 while self._child.alive():  # noqa: ASYNC110 -- its end is no event of the loop
                     await asyncio.sleep(LOOK_S)
             finally:
                 self.end()
+                shutil.rmtree(place, ignore_errors=True)
             ran_s = time.monotonic() - begun_s
             events.emit(ServerEnded(name=self._name, ran_s=ran_s))
             ended()
@@ -119,5 +151,10 @@ class ServerProcess:
 
     def end(self) -> None:
         """Kill the server with all that it started. While `running` it is started again."""
-        if self._child is not None:
-            self._child.kill_group()
+        if self._child is None:
+            return
+        if self._child.alive():
+            os.kill(self._child.pid, signal.SIGHUP)
+            with contextlib.suppress(TimedOut):  # the keeper is stopped, or very slow
+                self._child.wait(END_S)
+        self._child.kill_group()
