@@ -11,7 +11,9 @@ keeps its pid, until its group has been killed.
 
 import contextlib
 import ctypes
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,13 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, Unavailable
+from holdfast.errors import Denied, MissingPackage, Mistake, NoRoom, TimedOut, Unavailable
 
 __all__ = ["Child", "die_with_parent", "free_ports", "spawn"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 _TAIL_BYTES = 4096
+_PORT_MIN = 10_000
+_PORT_TRIES = 1000
 
 _prctl: Callable[..., int] | None = None
 if sys.platform == "linux":
@@ -183,13 +187,37 @@ def spawn(
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody used a moment ago. All are held until the last is found."""
-    held = []
-    try:
-        for _ in range(count):
-            held.append(sock := socket.socket())
-            sock.bind((host, 0))
-        return [sock.getsockname()[1] for sock in held]
-    finally:
-        for sock in held:
-            sock.close()
+    """Ports that nobody used a moment ago, and that no outgoing connection will be given.
+
+    Whoever is told of one may listen seconds later: a port that the kernel gives to connections
+    would be taken by then, on a busy machine.
+    """
+    low, high = _ephemeral()
+    bottom, top = (_PORT_MIN, low) if low > 2 * _PORT_MIN else (high + 1, 65_536)
+    if top - bottom < count:
+        raise NoRoom("the kernel gives nearly all ports to outgoing connections")
+    found: list[int] = []
+    for _ in range(_PORT_TRIES):
+        if len(found) == count:
+            return found
+        port = random.randrange(bottom, top)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+        if port not in found:
+            found.append(port)
+    raise NoRoom(f"{count} free ports were not found in {bottom}..{top - 1}")
+
+
+def _ephemeral() -> tuple[int, int]:
+    """The ports that the kernel gives to outgoing connections."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not limits.exists():
+        return 32_768, 60_999
+    low, high = map(int, limits.read_text().split())
+    return low, high

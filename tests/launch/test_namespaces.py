@@ -19,8 +19,9 @@ from typing import Self
 import pytest
 
 from holdfast import ledger
+from holdfast.procs import free_ports
 from holdfast.rendezvous.records import Keys
-from holdfast.servers import EtcdServer, server_ports
+from holdfast.servers import EtcdServer
 
 from .cluster import SCRIPT, Cluster, Commits, descendants
 
@@ -132,7 +133,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def url(tmp_path: Path, hosts: Hosts) -> Iterator[str]:
     """An etcd that the hosts reach over the bridge."""
-    ports = server_ports(2)
+    ports = free_ports(2)
     urls = [f"http://{host}:{ports[0]}" for host in ("127.0.0.1", hosts.bridge)]
     args = ["--listen-client-urls", ",".join(urls), "--advertise-client-urls", urls[1]]
     with EtcdServer(tmp_path / "etcd", ports=(ports[0], ports[1]), args=args):

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.procs import Child, spawn
-from holdfast.servers import server_ports
+from holdfast.procs import Child, free_ports, spawn
 
 # Without vLLM this folder has no tests, unless a file is named. The other files import what is
 # not there then.
@@ -64,7 +63,7 @@ class VllmProcess:
     ) -> None:
         self.log = log
         self.child: Child | None = None
-        port = server_ports(1)[0]
+        port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{port}"
         self.argv = command(model, port, dtype)
         self.env = {**ENVIRONMENT, **(env or {})}

@@ -11,6 +11,7 @@ import pytest
 from holdfast.errors import Denied, Unavailable
 from holdfast.transfer.resp import Address, Answer, Lost, Refused, Wire, command
 
+LIMIT_S = 20.0  # a busy machine takes its time
 HELLO = b"$20\r\nid=7 addr=1.2.3.4:56\r\n".replace(b"$20", b"$%d" % len(b"id=7 addr=1.2.3.4:56"))
 
 
@@ -40,7 +41,7 @@ def server(*pieces: bytes, hello: bytes = HELLO) -> Iterator[Address]:
 
 
 def asked(address: Address) -> Answer:
-    wire = Wire(address, 2.0)
+    wire = Wire(address, LIMIT_S)
     try:
         return wire.ask([command("ANY")])[0]
     finally:
@@ -101,13 +102,13 @@ def test_everything_else_is_a_lost_connection(said: bytes) -> None:
     with server(said) as address, pytest.raises(Lost):
         asked(address)
     with server(said) as address:
-        wire = Wire(address, 2.0)
+        wire = Wire(address, LIMIT_S)
         wire.send(command("MGET", "a", "b"))
         with pytest.raises(Lost):
             wire.read_values(2)
         wire.close()
     with server(said) as address:
-        wire = Wire(address, 2.0)
+        wire = Wire(address, LIMIT_S)
         wire.send(command("HGET", "a", "1"))
         with pytest.raises(Lost):
             wire.read_into(memoryview(bytearray(5)))

@@ -34,9 +34,10 @@ import numpy as np
 from holdfast import events
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
+from holdfast.procs import free_ports
 from holdfast.rollout.episodes import Said, Speak
 from holdfast.rollout.sampler import Sampler
-from holdfast.servers import HOST, server_ports
+from holdfast.servers import HOST
 from holdfast.tensors import Source
 from holdfast.weights.vllm import VllmServer, compare, expected
 from holdfast.weights.vllm_process import ServerProcess
@@ -127,7 +128,7 @@ class VllmSampler(Sampler):
         self._settings = settings
         self._log = log
         self._name = f"policy-{secrets.token_hex(8)}"
-        port = server_ports(1)[0]
+        port = free_ports(1)[0]
         self.url = f"http://{HOST}:{port}"
         argv = [*shlex.split(settings.command), "--model", str(directory)]
         argv += ["--served-model-name", self._name, "--host", HOST, "--port", str(port)]
