@@ -32,7 +32,6 @@ class Client:
 
     def open(self) -> dict[str, Any]:
         """Make the model; the service may still be loading what it needs."""
-        began = time.perf_counter()
         service = self._tinker.ServiceClient(
             base_url=os.environ["BENCH_URL"], api_key=os.environ["BENCH_KEY"]
         )
@@ -44,7 +43,7 @@ class Client:
         )
         names = ("tinker", "skyrl", "jax", "flax")
         versions = {name: importlib.metadata.version(name) for name in names}
-        return {"s": time.perf_counter() - began, "versions": versions}
+        return {"versions": versions}
 
     def _data(self, rows: int, length: int) -> list[Any]:
         luck = random.Random(0)
@@ -110,22 +109,27 @@ class Client:
                 troubles.append(_told(error))
         return {"s": time.perf_counter() - began, "tokens": made, "troubles": troubles}
 
-    def killed(self, rows: int, length: int) -> Iterator[dict[str, Any]]:
-        """A step during which the engine dies, and one after it."""
+    def killed(self, rows: int, length: int, ahead: int) -> Iterator[dict[str, Any]]:
+        """Steps that are all sent before the engine dies, and one after it."""
         data = self._data(rows, length)
-        promises = self._send(data)
+        promises = [one for _ in range(ahead) for one in self._send(data)]
         yield {"sent": True}
-        yield {"trouble": _outcome(promises)}
-        yield {"trouble": _outcome(self._send(data))}
+        yield _outcome(promises)
+        yield _outcome(self._send(data))
 
 
-def _outcome(promises: list[Any]) -> str:
-    try:
-        for one in promises:
+def _outcome(promises: list[Any]) -> dict[str, Any]:
+    """How many have a result, until when, and what the first of the others is told instead."""
+    results, troubles, last_at = 0, [], 0.0
+    for one in promises:
+        try:
             one.result()
-    except Exception as error:  # noqa: BLE001 -- whatever the client says is told
-        return _told(error)
-    return ""
+        except Exception as error:  # noqa: BLE001 -- whatever the client says is told
+            troubles.append(_told(error))
+        else:
+            results += 1
+        last_at = time.monotonic()
+    return {"results": results, "troubles": troubles, "at": last_at}
 
 
 def _told(error: Exception) -> str:
