@@ -78,14 +78,14 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Service]:
-    """A service in a folder of its own."""
+def serving(*more: str) -> Iterator[Service]:
+    """A service in a folder of its own, with more words on its command line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         port = procs.free_ports(1)[0]
         argv = [sys.executable, "-m", "holdfast", "serve", "--folder", name]
         argv += ["--ledger", f"sqlite:///{name}/ledger.db", "--port", str(port)]
-        argv += ["--trainer", "holdfast", "--no-access-log"]
+        argv += ["--trainer", "holdfast", "--no-access-log", *more]
         env = {"XDG_STATE_HOME": f"{name}/state", "OMP_NUM_THREADS": "1"}
         with procs.spawn(argv, env=env, log=folder / "log") as child:
             child.wait_until(lambda: (folder / "serve.json").exists() and _up(port), 60)
