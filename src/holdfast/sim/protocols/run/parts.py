@@ -149,14 +149,21 @@ class SimPool(Pool):
         raise (Mistake if kind == "mistake" else Unavailable)(f"{replica.name}: {text}")
 
 
+class _Engine:
+    """All that is asked of one here."""
+
+    exact = True
+
+
 class SimReplica(Replica):
     """Makes groups of samples of the toy model."""
 
     def __init__(
         self, node: Node, name: str, steps: Steps, queue: Queue, repaired: set[str]
     ) -> None:
-        none: Any = None  # there is no engine, no subscription and no judge here
-        super().__init__(name, none, none, queue, node.values, none, max_tokens=0, max_turns=1)
+        none: Any = None  # there is no subscription and no judge here
+        engine: Any = _Engine
+        super().__init__(name, engine, none, queue, node.values, none, max_tokens=0, max_turns=1)
         self._node = node
         self._steps = steps
         self._repaired = repaired
