@@ -54,7 +54,8 @@ def test_another_seed_is_another_run(calm: Path, tmp_path: Path) -> None:
     """The comparison can fail: another seed gives other bits."""
     other = tmp_path / "other"
     runs.run(other, "--seed", "1")
-    assert len(differences(calm, other)) >= len(runs.metrics(calm)) - 1
+    # The first steps may earn nothing and so learn nothing, whatever their seed.
+    assert any(one.startswith("step 6: content, ") for one in differences(calm, other))
 
 
 def test_differences(tmp_path: Path) -> None:
