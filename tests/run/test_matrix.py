@@ -25,7 +25,7 @@ SINGLE = (
     "trainer.rank1@step 3",
     "replica0@step 3",
     "replica1@step 3",
-    "gateway@20s",
+    "gateway@8s",
     "orchestrator: pause 6s@step 3",
     "gateway: pause 4s@step 3",
     "replica0: pause 6s@step 3",
