@@ -497,7 +497,7 @@ def test_a_point_that_nobody_has_is_told(tmp_path: Path) -> None:
 
 def test_every_point_is_found_in_the_text() -> None:
     """What is warned of is what the catalogue does not have, whatever was imported."""
-    assert set(faults._declared_in(holdfast)) == set(faults.catalogue().points) - {HERE, THERE}
+    assert set(faults.declared_in(holdfast)) == set(faults.catalogue().points) - {HERE, THERE}
 
 
 def test_a_forked_child_counts_for_itself() -> None:

@@ -17,7 +17,7 @@ import click
 
 import holdfast
 from holdfast.errors import Mistake, NotFound, Unavailable
-from holdfast.faults import _declared_in
+from holdfast.faults import declared_in
 from holdfast.run import ending
 from holdfast.run.config import Config, load
 from holdfast.run.driver import drive, supervise
@@ -186,7 +186,7 @@ def _run(folder: Folder, *, resumed: bool, plain: bool | None) -> tuple[Picture,
 
 def _points(folder: Folder) -> list[str]:
     """The fault points of the parts of a run."""
-    return of_a_run(set(_declared_in(holdfast)), ledger=folder.ledger, store=folder.store)
+    return of_a_run(set(declared_in(holdfast)), ledger=folder.ledger, store=folder.store)
 
 
 def _complain(text: str) -> None:

@@ -49,7 +49,7 @@ from holdfast import errors, events
 from holdfast.errors import Mistake
 
 __all__ = ["Catalogue", "Clause", "Hits", "Plan", "apoint", "arm", "catalogue", "check"]
-__all__ += ["declare", "disarm", "hits", "parse", "point"]
+__all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "hits", "parse", "point"]
 
 PLAN_VARIABLE = "HOLDFAST_FAULTS"
 LOG_VARIABLE = "HOLDFAST_FAULTS_LOG"
@@ -370,7 +370,7 @@ def _warn(plan: Plan) -> None:
     Points are declared when their modules are imported, which none is yet: so they are looked
     for in the text of the modules. Code that is not ours may declare others.
     """
-    known = set(_declared_in(holdfast))
+    known = set(declared_in(holdfast))
     for name in dict.fromkeys(clause.point for clause in plan.clauses):
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -380,7 +380,8 @@ def _warn(plan: Plan) -> None:
             )
 
 
-def _declared_in(package: ModuleType) -> Iterator[str]:
+def declared_in(package: ModuleType) -> Iterator[str]:
+    """The points that the text of a package declares, imported or not."""
     for folder in package.__path__:
         for path in Path(folder).rglob("*.py"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
