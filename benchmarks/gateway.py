@@ -139,7 +139,8 @@ def _request(path: str, key: str = "", method: str = "GET", length: int = 0) -> 
 
 
 async def _measure(seconds: float, rounds: int, folder: Path) -> None:
-    small, large, ngx, hap, mine = procs.free_ports(5)
+    held = [procs.HeldPort() for _ in range(5)]
+    small, large, ngx, hap, mine = (one.port for one in held)
     reply = "return 200 '" + "x" * 100 + "';"
     upstream = f"server {{ listen 127.0.0.1:{small}; location / {{ {reply} }} }}"
     proxy = (

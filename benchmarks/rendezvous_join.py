@@ -132,10 +132,11 @@ class Crowd:
         """Let them meet once; returns the seconds it took."""
         self._turns += 1
         first = 0
+        held = procs.HeldPort()
         order = {
             "do": "prepare",
             "kind": contender.kind,
-            "where": contender.where or f"127.0.0.1:{procs.free_ports(1)[0]}",
+            "where": contender.where or f"127.0.0.1:{held.port}",
             "run": f"{contender.kind}-{nodes}-{self._turns}",
             "nodes": nodes,
             "lease_s": contender.lease_s,

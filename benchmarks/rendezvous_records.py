@@ -48,8 +48,8 @@ class Store:
     """A TCPStore that holds the same, and a client of it. Use `with`."""
 
     def __init__(self, nodes: dict[str, Node], *, libuv: bool) -> None:
-        port = procs.free_ports(1)[0]
         self._stack = contextlib.ExitStack()
+        port = self._stack.enter_context(procs.HeldPort())
         self._start(_SERVER.format(port=port, libuv=libuv))
         values = {KEYS.node(name): encode(node).decode() for name, node in nodes.items()}
         self._client = self._start(

@@ -151,7 +151,8 @@ class Torchrun(Launcher):
 
     def __init__(self, folder: Path, python: str) -> None:
         super().__init__(folder)
-        self.port = procs.free_ports(1)[0]
+        self._held = procs.HeldPort()
+        self.port = self._held.port
         self._bin = Path(python).parent
 
     def program(self) -> list[str]:

@@ -82,18 +82,22 @@ def serving(*more: str) -> Iterator[Service]:
     """A service in a folder of its own, with more words on its command line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        port = procs.free_ports(1)[0]
         argv = [sys.executable, "-m", "holdfast", "serve", "--folder", name]
-        argv += ["--ledger", f"sqlite:///{name}/ledger.db", "--port", str(port)]
+        argv += ["--ledger", f"sqlite:///{name}/ledger.db", "--port", "0"]
         argv += ["--trainer", "holdfast", "--no-access-log", *more]
         env = {"XDG_STATE_HOME": f"{name}/state", "OMP_NUM_THREADS": "1"}
         with procs.spawn(argv, env=env, log=folder / "log") as child:
-            child.wait_until(lambda: (folder / "serve.json").exists() and _up(port), 60)
-            service = Service(folder, port, child)
+            note = folder / "serve.json"
+            child.wait_until(lambda: note.exists() and _up(_port(note)), 60)
+            service = Service(folder, _port(note), child)
             path = f"/v1/accounts/local/rlorTrainerJobs?rlorTrainerJobId={JOB}"
             service.ask("POST", path, {})
             service.call("probe", {})
             yield service
+
+
+def _port(note: Path) -> int:
+    return int(json.loads(note.read_text())["url"].rpartition(":")[2])
 
 
 def _up(port: int) -> bool:

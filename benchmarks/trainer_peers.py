@@ -90,7 +90,8 @@ class SkyRL:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self.base = folder, str(model)
-        self._port = procs.free_ports(1)[0]
+        self._held = procs.HeldPort()
+        self._port = self._held.port
         self.url = f"http://127.0.0.1:{self._port}"
         # One is the base model's. Its steps take longer the more there are.
         self.child = self._start(adapters=2)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
-from holdfast.procs import free_ports, spawn
+from holdfast.procs import HeldPort, spawn
 
 PYTHON = sys.executable
 SLEEP = [PYTHON, "-c", "import time; time.sleep(600)"]
@@ -176,10 +177,43 @@ def test_environment_is_added_and_output_is_piped() -> None:
     assert child.process.stdout.closed
 
 
-def test_free_ports_are_distinct_and_free() -> None:
-    """All can be bound afterwards, and none is given twice."""
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    for port in ports:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", port))
+def only(port: int) -> socket.socket:
+    """A socket that gets this port or none, when it asks for any (IP_LOCAL_PORT_RANGE)."""
+    one = socket.socket()
+    try:
+        one.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
+    except OSError:
+        one.close()
+        pytest.skip("this kernel cannot be asked for one port of any (Linux 6.3 can)")
+    return one
+
+
+@pytest.mark.parametrize("reuse", [0, 1])
+def test_a_held_port_is_given_to_none_that_ask_for_any(reuse: int) -> None:
+    """Neither to a server nor to an outgoing connection; when it is let go, to both."""
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, HeldPort() as port:
+        with only(port) as server, pytest.raises(OSError, match="in use"):
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            server.bind(("127.0.0.1", 0))
+        with only(port) as client, pytest.raises(OSError, match="assign requested address"):
+            client.connect(elsewhere.getsockname())
+    free = HeldPort()
+    free.close()
+    with only(free.port) as server:
+        server.bind(("127.0.0.1", 0))
+        assert server.getsockname()[1] == free.port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1"])
+def test_a_server_takes_the_port_that_is_held_for_it(host: str) -> None:
+    """Again and again, also while connections of its last life linger; a second server cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with HeldPort(host) as port:
+        for _ in range(3):
+            with socket.create_server((host, port), family=family) as server:
+                client = socket.create_connection(server.getsockname()[:2])
+                server.accept()[0].close()  # closed first: the kernel keeps this end for a minute
+                assert client.recv(1) == b""
+                client.close()
+                with pytest.raises(OSError, match="in use"):
+                    socket.create_server((host, port), family=family)

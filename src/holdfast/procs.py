@@ -11,27 +11,24 @@ keeps its pid, until its group has been killed.
 
 import contextlib
 import ctypes
-import errno
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.errors import Denied, MissingPackage, Mistake, NoRoom, TimedOut, Unavailable
+from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, Unavailable
 
-__all__ = ["Child", "die_with_parent", "free_ports", "spawn"]
+__all__ = ["Child", "HeldPort", "die_with_parent", "spawn"]
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 _TAIL_BYTES = 4096
-_PORT_MIN = 10_000
-_PORT_TRIES = 1000
 
 _prctl: Callable[..., int] | None = None
 if sys.platform == "linux":
@@ -186,38 +183,25 @@ def spawn(
     return Child(process, name or Path(argv[0]).name, log)
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody used a moment ago, and that no outgoing connection will be given.
+class HeldPort:
+    """A TCP port that this process keeps for a server that must be told its number.
 
-    Whoever is told of one may listen seconds later: a port that the kernel gives to connections
-    would be taken by then, on a busy machine.
+    A socket is bound to it that never listens. The kernel then gives the port to no outgoing
+    connection, and to no program that asks for any port. The server binds it beside that socket,
+    as often as it is started again: both set SO_REUSEADDR, as asyncio, uvicorn, http.server, Go,
+    torch and nearly all others do by themselves. It is held until `close`, or as long as this
+    object lives.
     """
-    low, high = _ephemeral()
-    bottom, top = (_PORT_MIN, low) if low > 2 * _PORT_MIN else (high + 1, 65_536)
-    if top - bottom < count:
-        raise NoRoom("the kernel gives nearly all ports to outgoing connections")
-    found: list[int] = []
-    for _ in range(_PORT_TRIES):
-        if len(found) == count:
-            return found
-        port = random.randrange(bottom, top)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
-                raise
-        if port not in found:
-            found.append(port)
-    raise NoRoom(f"{count} free ports were not found in {bottom}..{top - 1}")
 
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.close = weakref.finalize(self, held.close)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        self.port: int = held.getsockname()[1]
 
-def _ephemeral() -> tuple[int, int]:
-    """The ports that the kernel gives to outgoing connections."""
-    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if not limits.exists():
-        return 32_768, 60_999
-    low, high = map(int, limits.read_text().split())
-    return low, high
+    def __enter__(self) -> int:
+        return self.port
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

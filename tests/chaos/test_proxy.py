@@ -15,7 +15,7 @@ import pytest
 from holdfast.chaos.proxy import READ_AHEAD_BYTES, Proxy, ProxyThread
 from holdfast.chaos.stream import Directions, drop_point
 from holdfast.errors import Mistake, Unavailable
-from holdfast.procs import free_ports, spawn
+from holdfast.procs import HeldPort, spawn
 
 LIMIT_S = 20.0
 SOON_S = 0.3  # long enough for a byte to arrive if it were let through
@@ -159,10 +159,11 @@ async def test_a_reset_of_one_side_reaches_the_other() -> None:
 
 async def test_a_target_that_is_down_resets_the_client() -> None:
     """The client sees an error, not a silence, and it is counted."""
-    async with Proxy("127.0.0.1", free_ports(1)[0]) as proxy:
-        with pytest.raises(ConnectionError):
-            await exchange(proxy, b"anybody?")
-        assert proxy.stats.target_failures == 1
+    with HeldPort() as nobody:
+        async with Proxy("127.0.0.1", nobody) as proxy:
+            with pytest.raises(ConnectionError):
+                await exchange(proxy, b"anybody?")
+            assert proxy.stats.target_failures == 1
 
 
 async def test_the_death_of_a_real_server_process_is_passed_on() -> None:

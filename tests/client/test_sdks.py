@@ -17,7 +17,7 @@ import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
-from holdfast.procs import Child, free_ports, spawn
+from holdfast.procs import Child, HeldPort, spawn
 from jobs import counts
 
 from .dumb import ACCOUNT, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
@@ -95,7 +95,6 @@ def process(
 ) -> Iterator[Library]:
     folder = tmp_path_factory.mktemp("sdk")
     url = f"sqlite:///{folder}/run.db"
-    (port,) = free_ports(1)
 
     async def prepare() -> None:
         async with ledgers.open(url) as ledger:
@@ -107,12 +106,13 @@ def process(
         "HOLDFAST_RUN": RUN,
         "HOLDFAST_JOB": incarnation().name,
         "HOLDFAST_EPOCH": "1",
-        "PORT": str(port),
         "COUNTING_DELAY_S": "0.05",
     }
     quiet = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     with ExitStack() as stack:
+        port = stack.enter_context(HeldPort())
         program = [str(PYTHON), str(ROOT / "tests/jobs/counting_trainer.py")]
+        env["PORT"] = str(port)
         trainer = stack.enter_context(spawn(program, env=env, log=folder / "trainer.log"))
         child = stack.enter_context(
             spawn(

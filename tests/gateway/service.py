@@ -36,9 +36,9 @@ class Answer:
 class Service:
     """One `holdfast serve`."""
 
-    def __init__(self, child: procs.Child, port: int, key: str, folder: Path) -> None:
-        self.child, self.port, self.key, self.folder = child, port, key, folder
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, child: procs.Child, folder: Path) -> None:
+        self.child, self.folder = child, folder
+        self.port, self.url, self.key = 0, "", ""
         self.account = "local"
 
     def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> Answer:
@@ -57,7 +57,13 @@ class Service:
             connection.close()
 
     def is_ready(self) -> bool:
+        """Whether it serves; its note says where, and which life of it has written it."""
         try:
+            note = json.loads((self.folder / "serve.json").read_text())
+            if note["pid"] != self.child.pid:
+                return False
+            self.url, self.key = note["url"], note["key"]
+            self.port = int(self.url.rpartition(":")[2])
             return self.ask("GET", "/readyz").status == 200
         except OSError:
             return False
@@ -112,15 +118,13 @@ def serve(
 ) -> Iterator[Service]:
     """A service in a folder; when it is left, everything of it is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = procs.free_ports(1)[0]
     url = ledger or f"sqlite:///{folder}/ledger.db"
     argv = [
         *(sys.executable, "-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder)),
-        *("--port", str(port), "--trainer", trainer, *flags),
+        *("--port", "0", "--trainer", trainer, *flags),
     ]
     env = {"XDG_STATE_HOME": str(folder / "state")}
     with procs.spawn(argv, env=env, log=folder / "serve.log") as child:
-        service = Service(child, port, "", folder)
+        service = Service(child, folder)
         child.wait_until(service.is_ready, LIMIT_S)
-        service.key = json.loads((folder / "serve.json").read_text())["key"]
         yield service

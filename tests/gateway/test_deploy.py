@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.service import Service, serve, wait_for
-from holdfast.procs import free_ports, spawn
+from holdfast.procs import HeldPort, spawn
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 pytestmark = [pytest.mark.long]
@@ -44,7 +44,8 @@ def _ask(service: Service, port: int, path: str) -> tuple[int, bytes]:
 @pytest.mark.parametrize("name", ["nginx", "haproxy"])
 def test_a_trainer_is_reached_through_it(service: Service, tmp_path: Path, name: str) -> None:
     """The file as it is, but for the ports; the second gateway it names is not there."""
-    front, nobody = free_ports(2)
+    held = [HeldPort(), HeldPort()]
+    front, nobody = (one.port for one in held)
     example = DEPLOY / ("nginx.conf" if name == "nginx" else "haproxy.cfg")
     text = example.read_text().replace("127.0.0.1:8080", f"127.0.0.1:{front}")
     text = text.replace("127.0.0.1:8700", f"127.0.0.1:{service.port}")

@@ -6,24 +6,27 @@ import contextlib
 import http.client
 import http.server
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from gateway.service import TOY, serve, wait_for
 from holdfast import ledger, procs
-from holdfast.errors import Retriable
+from holdfast.errors import Mistake, Retriable
 from holdfast.gateway.desk import Desk, Patience
 from holdfast.gateway.front import Front
 from holdfast.gateway.http import Server
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.routes import Routes
-from holdfast.gateway.serve import Part
+from holdfast.gateway.serve import Part, reserve
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
 from holdfast.jobs.logs import Logs
@@ -100,11 +103,27 @@ def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
             thread.join()
 
 
+def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port that was given is not let go of before it is held: another program may get it."""
+    asked = []
+
+    class Watched(socket.socket):
+        def bind(self, address: Any) -> None:
+            asked.append(address)
+            super().bind(address)
+
+    monkeypatch.setattr("holdfast.gateway.serve.socket.socket", Watched)
+    with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
+        assert asked == [("127.0.0.1", 0)]
+        port = reserved.getsockname()[1]
+        with pytest.raises(Mistake, match="another --port"):
+            reserve("127.0.0.1", port)
+
+
 def test_tls_is_not_left_out_silently(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     key.write_text("key")
-    port = procs.free_ports(1)[0]
-    with started(tmp_path, port, "--tls-key", str(key)) as child:
+    with started(tmp_path, 0, "--tls-key", str(key)) as child:
         wait_for(lambda: not child.alive() or "serving at" in said(tmp_path), "it says so")
         assert "serving at http:" not in said(tmp_path)
 
@@ -114,13 +133,13 @@ def test_a_certificate_that_cannot_be_read_is_said_before_anything_is_announced(
 ) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_text("this is none")
-    with started(tmp_path, procs.free_ports(1)[0], "--tls-cert", str(bad)) as child:
+    with started(tmp_path, 0, "--tls-cert", str(bad)) as child:
         wait_for(lambda: not child.alive() or "ended" in said(tmp_path), "it has tried")
         assert "serving at" not in said(tmp_path)
 
 
 def test_a_ledger_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
-    with started(tmp_path, procs.free_ports(1)[0], url="memory:") as child:
+    with started(tmp_path, 0, url="memory:") as child:
         wait_for(lambda: not child.alive() or "serving at" in said(tmp_path), "it says so")
         assert "serving at" not in said(tmp_path)
 
@@ -142,7 +161,7 @@ def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
 
 
 def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
-    with started(tmp_path, procs.free_ports(1)[0], "--host", "::1"):
+    with started(tmp_path, 0, "--host", "::1"):
         wait_for(lambda: "serving at" in said(tmp_path), "it says so")
         env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": ""}
         argv = [sys.executable, "-m", "holdfast", "jobs", "list"]

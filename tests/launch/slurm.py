@@ -20,7 +20,7 @@ import pytest
 
 from holdfast import procs
 from holdfast.errors import MissingPackage
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.servers import HOST, find_program
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -148,7 +148,8 @@ class Slurm:
         return found == ["idle"] * len(NODES)
 
     def _configure(self) -> None:
-        controller, *ports = free_ports(1 + len(NODES))
+        self._held = [HeldPort() for _ in range(1 + len(NODES))]
+        controller, *ports = (held.port for held in self._held)
         (self.folder / "topology.conf").write_text(
             "SwitchName=leaf1 Nodes=n1\nSwitchName=leaf2 Nodes=n2\n"
             "SwitchName=top Switches=leaf[1-2]\n"

@@ -19,7 +19,7 @@ from typing import Self
 import pytest
 
 from holdfast import ledger
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.rendezvous.records import Keys
 from holdfast.servers import EtcdServer
 
@@ -133,11 +133,11 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def url(tmp_path: Path, hosts: Hosts) -> Iterator[str]:
     """An etcd that the hosts reach over the bridge."""
-    ports = free_ports(2)
-    urls = [f"http://{host}:{ports[0]}" for host in ("127.0.0.1", hosts.bridge)]
-    args = ["--listen-client-urls", ",".join(urls), "--advertise-client-urls", urls[1]]
-    with EtcdServer(tmp_path / "etcd", ports=(ports[0], ports[1]), args=args):
-        yield f"etcd://{hosts.bridge}:{ports[0]}"
+    with HeldPort("0.0.0.0") as port, HeldPort() as peer:
+        urls = [f"http://{host}:{port}" for host in ("127.0.0.1", hosts.bridge)]
+        args = ["--listen-client-urls", ",".join(urls), "--advertise-client-urls", urls[1]]
+        with EtcdServer(tmp_path / "etcd", ports=(port, peer), args=args):
+            yield f"etcd://{hosts.bridge}:{port}"
 
 
 class Moments:

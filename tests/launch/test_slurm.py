@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import ledger, procs
 from holdfast.ledger.records import decode
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.rendezvous.records import Keys, Node
 from holdfast.servers import find_program
 
@@ -137,7 +137,8 @@ def test_the_example_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
     """
     beside = [Path(sys.executable).parent, Path(find_program("etcd", "etcd-server")).parent]
     path = os.pathsep.join([*map(str, beside), os.environ["PATH"]])
-    port = str(free_ports(1)[0])
+    held = HeldPort()
+    port = str(held.port)
     out, enough = tmp_path / "job.log", tmp_path / "enough"
     env = {**ENV, "PATH": path, "ETCD_HOST": "127.0.0.1", "ETCD_PORT": port, "WORKERS": "1"}
     job = ("sbatch", "-N2", "-J", tmp_path.name, "-o", str(out))

@@ -54,9 +54,9 @@ def test_complaints_are_one_line_with_a_meaningful_code(url: str, tmp_path: Path
     assert "is not a ledger URL" in _run("ledger", "ls", "nonsense", code=2)
     (tmp_path / "junk").write_bytes(b"junk" * 1000)
     assert "not a Holdfast ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/junk", code=6)
-    (port,) = procs.free_ports(1)
-    away = f"etcd://127.0.0.1:{port}?timeout=1"
-    assert str(port) in _run("ledger", "ls", away, code=3)
+    with procs.HeldPort() as nobody:
+        away = f"etcd://127.0.0.1:{nobody}?timeout=1"
+        assert str(nobody) in _run("ledger", "ls", away, code=3)
 
 
 def test_watch_follows_another_process(url: str, tmp_path: Path) -> None:

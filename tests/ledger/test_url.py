@@ -8,7 +8,7 @@ from holdfast.errors import HoldfastError, Mistake, Unavailable
 from holdfast.ledger import Put, open, without_password
 from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.sqlite import SqliteLedger
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 
 BAD = [
     ("", "is not a ledger URL"),
@@ -72,8 +72,7 @@ async def test_memory_by_name_is_shared() -> None:
 
 
 async def test_an_etcd_that_is_not_there_is_one_clear_line() -> None:
-    (port,) = free_ports(1)
-    with pytest.raises(Unavailable) as caught:
+    with HeldPort() as port, pytest.raises(Unavailable) as caught:
         await open(f"etcd://127.0.0.1:{port}?timeout=1")
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.procs import Child, free_ports, spawn
+from holdfast.procs import Child, HeldPort, spawn
 
 # Without vLLM this folder has no tests, unless a file is named. The other files import what is
 # not there then.
@@ -63,7 +63,8 @@ class VllmProcess:
     ) -> None:
         self.log = log
         self.child: Child | None = None
-        port = free_ports(1)[0]
+        self._held = HeldPort()
+        port = self._held.port
         self.url = f"http://127.0.0.1:{port}"
         self.argv = command(model, port, dtype)
         self.env = {**ENVIRONMENT, **(env or {})}

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,u
 from holdfast import ledger as ledgers
 from holdfast.errors import Unavailable
 from holdfast.ledger import Ledger
-from holdfast.procs import free_ports, spawn
+from holdfast.procs import HeldPort, spawn
 from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
@@ -574,7 +574,8 @@ async def test_a_replica_alone_withdraws_a_lost_server(bench: Bench) -> None:
 async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_path: Path) -> None:
     """A server that we start: when its first process is killed the others end with it, and the
     next one is loaded and offered; it ends with us."""
-    port = free_ports(1)[0]
+    held = HeldPort()
+    port = held.port
     url = f"http://127.0.0.1:{port}"
     log = tmp_path / "own.log"
     argv = command(folders[STARTUP], port, "bfloat16")

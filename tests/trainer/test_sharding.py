@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch
 from holdfast.engine.determinism import settle
 from holdfast.engine.tiny import make_tiny
 from holdfast.errors import Mistake
+from holdfast.procs import HeldPort
 from holdfast.trainer import ops
 from holdfast.trainer.compute import TorchCompute
 from holdfast.trainer.gradients import BATCH_TOKENS
@@ -88,12 +88,6 @@ def group(number: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def tied(tiny: Path, folder: Path) -> Path:
     """The same model with one matrix for the first and the last layer."""
     shutil.copytree(tiny, folder)
@@ -124,10 +118,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Led]:
     """Two ranks; this process is rank 0. Of two bases, one of them has nothing."""
     notes = tmp_path_factory.mktemp("notes") / "held.json"
-    nowhere, port, threads = notes.parent / "nowhere", free_port(), torch.get_num_threads()
+    nowhere, threads = notes.parent / "nowhere", torch.get_num_threads()
     theirs = {**folders, "mine": nowhere, "theirs": folders["tiny"]}
     ours = {**folders, "mine": folders["tiny"], "theirs": nowhere}
-    with pytest.MonkeyPatch.context() as patch, rank(1, 2, port, theirs, HELD=str(notes)) as child:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        HeldPort() as port,
+        rank(1, 2, port, theirs, HELD=str(notes)) as child,
+    ):
         for name, value in group(0, 2, port).items():
             patch.setenv(name, value)
         settle()
@@ -300,7 +298,7 @@ def test_a_state_goes_to_another_number_of_ranks(
     pair.apply("z", STEP)
     more = {"STATE": str(tmp_path / "state"), "AFTER": str(tmp_path / "after")}
     with contextlib.ExitStack() as stack:
-        port = free_port()
+        port = stack.enter_context(HeldPort())
         base = {"narrow": folders["narrow"]}
         three = [stack.enter_context(rank(at, 3, port, base, **more)) for at in range(3)]
         assert [one.wait(60) for one in three] == [0, 0, 0]

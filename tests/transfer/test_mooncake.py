@@ -25,7 +25,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.retry import Policy
 from holdfast.servers import MooncakeHolder, MooncakeServer
 from holdfast.transfer import Store, status
@@ -175,9 +175,8 @@ def test_mistakes_in_urls(rest: str) -> None:
 
 def test_connecting_to_nobody_fails_soon() -> None:
     """Mooncake itself would try for a minute and a half."""
-    url = f"mooncake://127.0.0.1:{free_ports(1)[0]}?metadata=http://127.0.0.1:1/metadata"
-    with pytest.raises(Unavailable, match="no Mooncake master"):
-        transfer.connect(url)
+    with HeldPort() as port, pytest.raises(Unavailable, match="no Mooncake master"):
+        transfer.connect(f"mooncake://127.0.0.1:{port}?metadata=http://127.0.0.1:1/metadata")
 
 
 def test_scan_and_stat_need_to_know_the_master(mooncake_client: Any, prefix: str) -> None:

@@ -123,7 +123,7 @@ class House:
         self.publisher = Publisher(self.root, led, "policy")
         self.fleet = Fleet(led, "policy", policy)
         self.witness = Witness(led)
-        self.ports: list[int] = []
+        self.held: list[procs.HeldPort] = []
         self.answers: list[Answer] = []
         self.refused = 0
 
@@ -138,7 +138,7 @@ class House:
             root=self.root,
             url=self.url,
             name=f"r{index}",
-            port=self.ports[index],
+            port=self.held[index].port,
             lease_s=LEASE_S,
             refuses=refuses,
         )
@@ -148,7 +148,7 @@ class House:
         luck = random.Random(seed)
         while True:
             offered = await self.fleet.addresses()
-            anybody = [f"127.0.0.1:{port}" for port in self.ports]
+            anybody = [f"127.0.0.1:{one.port}" for one in self.held]
             for _ in range(luck.randrange(1, 6)):  # the list gets stale meanwhile
                 places = anybody if luck.random() < 0.4 or not offered else offered
                 work_s = luck.choice((0.0, 0.01, 0.1))
@@ -218,7 +218,7 @@ async def house(
     url = url or f"sqlite:///{folder}/ledger.db"
     async with ledger.open(url) as led:
         found = House(folder, led, url, policy)
-        found.ports = procs.free_ports(replicas)
+        found.held = [procs.HeldPort() for _ in range(replicas)]
         watching = asyncio.create_task(found.witness.run())
         async with found.publisher, found.fleet:
             try:
@@ -414,13 +414,13 @@ async def _comes_back(folder: Path, url: str = "") -> None:
                 second.child.kill_group()
                 await home.publish(2)
                 assert (await home.fleet.update(2)).serving == ("r0",)
-                assert await home.fleet.addresses() == [f"127.0.0.1:{home.ports[0]}"]
+                assert await home.fleet.addresses() == [f"127.0.0.1:{home.held[0].port}"]
                 with home.replica(1) as again:
                     await again.ahear("ready")
                     await home.offered(2, 2)
                     answer = None
                     while answer is None:
-                        answer = await home.ask(f"127.0.0.1:{home.ports[1]}", wait_s=0.5)
+                        answer = await home.ask(f"127.0.0.1:{home.held[1].port}", wait_s=0.5)
                     assert answer.version == 2
         await home.judge(mix=0)
 
@@ -474,7 +474,7 @@ class Storm:
             ):
                 await asyncio.sleep(0.02)
         # Many wait at its port, so that it is asked before it has heard of anything.
-        address = f"127.0.0.1:{home.ports[index]}"
+        address = f"127.0.0.1:{home.held[index].port}"
         waiting = [asyncio.create_task(home.ask(address)) for _ in range(30)]
         await asyncio.sleep(0.1)
         child.signal(signal.SIGCONT)
@@ -510,7 +510,7 @@ async def _storm(folder: Path, seed: int, mix: int, plan: list[dict[int, str]]) 
                     acts = [getattr(storm, what)(index) for index, what in happens.items()]
                     await asyncio.gather(storm.update(version), *acts)
                     if version == REFUSED:
-                        picky = f"127.0.0.1:{home.ports[2]}"
+                        picky = f"127.0.0.1:{home.held[2].port}"
                         assert picky not in await home.fleet.addresses(version)
                         assert mix or picky not in await home.fleet.addresses()
                 await home.offered(len(plan), 3)

@@ -160,21 +160,26 @@ class Supervisor:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Hold the port, which gateways share, so that nobody else takes it for free."""
+    """Hold the port, which gateways share, so that no other program takes it.
+
+    Of port 0 the kernel makes one that nothing uses. At a port with a number another service may
+    be, which would share it: with that one a socket that shares with none collides.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as alone:
-        try:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind((host, port))
-        except OSError as error:
-            raise Mistake(
-                f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
-                "there? Give another --port, or 0 for any"
-            ) from None
-        port = alone.getsockname()[1]
     reserved = socket.socket(family)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((host, port))
+    try:
+        if port:
+            with socket.socket(family) as alone:
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind((host, port))
+        reserved.bind((host, port))
+    except OSError as error:
+        reserved.close()
+        raise Mistake(
+            f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
+            "there? Give another --port, or 0 for any"
+        ) from None
     return reserved
 
 

@@ -82,7 +82,8 @@ class LocalLauncher(Launcher):
     async def start(self, ticket: Ticket) -> Running:
         """Start the job's command on a port of its own."""
         argv = self.command(ticket.spec)
-        port = procs.free_ports(1, self._host)[0]
+        held = procs.HeldPort(self._host)
+        port = held.port
         who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch)
         env = {
             "HOLDFAST_RUN": ticket.run,
@@ -104,7 +105,7 @@ class LocalLauncher(Launcher):
                 raise Unavailable(f"{argv[0]} could not be started: {error}") from error
             raise Mistake(f"{argv[0]} cannot be started: {error}") from error
         try:
-            return LocalProcess(child, who, self._host, port, self._health_path, self._start_s)
+            return LocalProcess(child, who, self._host, held, self._health_path, self._start_s)
         except BaseException:
             child.kill_group()
             raise
@@ -157,14 +158,14 @@ class LocalProcess(Running):
         child: procs.Child,
         who: Incarnation,
         host: str,
-        port: int,
+        held: procs.HeldPort,
         health_path: str,
         start_s: float,
     ) -> None:
         self._child = child
         self._who = who
         self._host = host
-        self._port = port
+        self._held, self._port = held, held.port
         self._health_path = health_path
         self._start_s = start_s
         self._ended = asyncio.get_running_loop().create_future()
@@ -174,6 +175,7 @@ class LocalProcess(Running):
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._held.close()
         if not self._ended.done():
             self._ended.set_result(None)
 

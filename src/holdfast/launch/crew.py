@@ -118,13 +118,15 @@ class NodeCrew:
         self._files: CycleLogs | None = None
         self._refill: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
+        self._held: procs.HeldPort | None = None
         warden.failed.add_done_callback(lambda why: self.leave(Leaving(why.result(), _UNABLE)))
 
     # ---- what `attend` asks for --------------------------------------------------
 
     def port(self) -> int:
-        """A port that nobody uses now."""
-        return procs.free_ports(1, self._settings.address)[0]
+        """A new port for rank 0, held until the next one is asked for."""
+        self._held = procs.HeldPort(self._settings.address)
+        return self._held.port
 
     async def start(self, place: Place) -> None:
         """Start this node's workers, or leave."""

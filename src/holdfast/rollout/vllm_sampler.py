@@ -34,7 +34,7 @@ import numpy as np
 from holdfast import events
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.rollout.episodes import Said, Speak
 from holdfast.rollout.sampler import Sampler
 from holdfast.servers import HOST
@@ -128,7 +128,8 @@ class VllmSampler(Sampler):
         self._settings = settings
         self._log = log
         self._name = f"policy-{secrets.token_hex(8)}"
-        port = free_ports(1)[0]
+        self._held = HeldPort(HOST)
+        port = self._held.port
         self.url = f"http://{HOST}:{port}"
         argv = [*shlex.split(settings.command), "--model", str(directory)]
         argv += ["--served-model-name", self._name, "--host", HOST, "--port", str(port)]
@@ -149,6 +150,7 @@ class VllmSampler(Sampler):
         self._loop = asyncio.get_running_loop()
         self._began = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._held.close)
             stack.callback(self._http.close)
             stack.push_async_callback(self._server.close)
             await stack.enter_async_context(self._process.running(self._ended))

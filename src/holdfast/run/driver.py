@@ -9,10 +9,9 @@ If that dies, so does the line: then the supervisor is killed and goes on withou
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 import msgspec
@@ -49,7 +48,7 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
     log = folder.path / "logs" / "chaos.log"
     try:
         with (
-            _port() if needs.line else contextlib.nullcontext(0) as port,
+            procs.HeldPort() if needs.line else contextlib.nullcontext(0) as port,
             procs.spawn([*_CHAOS, *given, "--line", str(port)], name="chaos", log=log) as chaos,
         ):
             for _ in range(MAX_LIVES):
@@ -77,15 +76,6 @@ def _needs(given: Sequence[str]) -> _Needs:
     if asked.returncode:
         raise Mistake(asked.stderr.strip().removeprefix("holdfast: "))
     return msgspec.json.decode(asked.stdout, type=_Needs)
-
-
-@contextlib.contextmanager
-def _port() -> Iterator[int]:
-    """A port that nobody else gets: held, and not listened to, beside those who do."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 def _supervisor(

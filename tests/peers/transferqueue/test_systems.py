@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, UnknownOutcome
-from holdfast.procs import free_ports
+from holdfast.procs import HeldPort
 from holdfast.transfer.transferqueue import Settings
 from peers.transferqueue.system import (
     PROTOTYPE,
@@ -139,8 +139,8 @@ def test_wrong_settings(section: dict[str, Any], said: str) -> None:
 
 def test_a_store_that_is_not_there(cluster: None) -> None:
     """tq.init fails when the store cannot be used, before anybody relies on it."""
-    (port,) = free_ports(1)
     with (
+        HeldPort() as port,
         pytest.raises(BatchFailed, match="probe"),
         running(f"redis://127.0.0.1:{port}?timeout=1"),
     ):
