@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from descriptors import held_below
 from holdfast import events
 from holdfast.errors import Corrupt, Mistake, NotFound
 from holdfast.events import Counters, Dropped, Event, EventLog, Refused, Unknown
@@ -204,13 +205,12 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Mistake, match="plain file"):
         EventLog(tmp_path / "pipe", process="p")
-    before = len(list(Path("/proc/self/fd").iterdir()))
     with (
         closing(EventLog(tmp_path / "log", process="p")),
         pytest.raises(Mistake, match="its own file"),
     ):
         EventLog(tmp_path / "log", process="q")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert held_below(tmp_path) == []
     for name in ("", "a\nb", "\udc80", "x" * 1000):
         with pytest.raises(Mistake, match="name of a process"):
             EventLog(tmp_path / "log", process=name)

@@ -1,5 +1,6 @@
 """The simulated disk against the real one: every call has the same result on both."""
 
+import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from descriptors import held_below
 from holdfast.errors import Corrupt, Mistake
 from holdfast.weights.disk import Disk, Folder, OpenFile
 
@@ -160,12 +162,11 @@ async def _everything(
 
 
 @pytest.mark.long
-def test_both_disks_do_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_both_disks_do_the_same(tmp_path: Path) -> None:
     """A hypothesis state machine runs every call on both and compares everything."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
 
     class Machine(TwoDisks):
-        make_local = staticmethod(lambda: LocalBench(tmp_path_factory.mktemp("disk")))
+        make_local = staticmethod(lambda: LocalBench(Path(tempfile.mkdtemp(dir=tmp_path))))
 
     run_state_machine_as_test(
         Machine,
@@ -173,4 +174,4 @@ def test_both_disks_do_the_same(tmp_path_factory: pytest.TempPathFactory) -> Non
             max_examples=50, stateful_step_count=40, deadline=None, derandomize=True
         ),
     )
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2, "descriptors have leaked"
+    assert held_below(tmp_path) == []

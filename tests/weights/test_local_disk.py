@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from descriptors import held_below
 from holdfast.errors import Mistake
 from holdfast.weights import local_calls
 from holdfast.weights.local import LocalDisk
@@ -19,10 +20,6 @@ from holdfast.weights.local import LocalDisk
 from .benches import Bench, LocalBench, SimBench
 
 LIMIT_S = 20.0
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_symbolic_links_in_a_folder_are_never_followed(tmp_path: Path) -> None:
@@ -181,7 +178,6 @@ async def test_closing_a_folder_waits_for_its_calls(tmp_path: Path) -> None:
         yield b"data"
         raise ZeroDivisionError
 
-    before = _descriptors()
     async with asyncio.timeout(LIMIT_S):
         folder = await LocalDisk().folder(str(tmp_path))
         write = asyncio.ensure_future(folder.write("f", chunks()))
@@ -192,7 +188,7 @@ async def test_closing_a_folder_waits_for_its_calls(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             await write
     assert not (tmp_path / "f").exists()
-    assert _descriptors() == before
+    assert held_below(tmp_path) == []
 
 
 async def test_what_is_certain_is_synced_in_the_right_order(
@@ -257,7 +253,7 @@ async def test_nothing_is_left_open(tmp_path: Path) -> None:
     disk = LocalDisk()
     async with await disk.folder(str(tmp_path)) as folder:
         await folder.write("f", [b"data"])
-        before = _descriptors()
+        before = held_below(tmp_path)
         for turn in range(50):
             calls = [
                 asyncio.ensure_future(folder.open("f")),
@@ -271,7 +267,8 @@ async def test_nothing_is_left_open(tmp_path: Path) -> None:
                 call.cancel()
             for result in await asyncio.gather(*calls, return_exceptions=True):
                 assert isinstance(result, asyncio.CancelledError | FileNotFoundError)
-        assert _descriptors() == before
+        assert held_below(tmp_path) == before
+    assert (len(before), held_below(tmp_path)) == (1, [])
 
 
 async def test_two_listings_at_once_are_both_complete(tmp_path: Path) -> None:
