@@ -27,6 +27,7 @@ from holdfast import events
 from holdfast.errors import Corrupt, Mistake, NotFound
 from holdfast.events import Counters, Dropped, Event, EventLog, Refused, Unknown
 from holdfast.procs import die_with_parent, spawn
+from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])
 
@@ -306,7 +307,7 @@ def test_threads_share_a_log(tmp_path: Path) -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(30)
+                thread.join(HANG_S)
         finally:
             sys.setswitchinterval(interval)
     assert early == []
@@ -429,7 +430,7 @@ def test_kill_9_takes_nothing_back(tmp_path: Path, after: int) -> None:
             if select.select([out], [], [], 1)[0]:
                 told += os.read(out.fileno(), 65536)
         os.kill(child.pid, signal.SIGKILL)
-        child.process.wait(10)
+        child.process.wait(HANG_S)
         told += out.read()
         out.close()
     reported = len(told) // 4

@@ -22,6 +22,7 @@ from holdfast import events, faults
 from holdfast.errors import MissingPackage, Mistake, NoRoom, Unavailable
 from holdfast.faults import Clause, FaultFired, Hits, Plan
 from holdfast.procs import Child, die_with_parent, spawn
+from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])
 HERE = faults.declare("test.here", "where the tests fail")
@@ -192,7 +193,7 @@ def test_threads_count_together() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     assert len(fired) == 1
     assert faults.hits()[HERE] == Hits(3000, 1)
 
@@ -226,10 +227,10 @@ async def test_an_awaited_delay_lets_others_run() -> None:
         await going.wait()
 
     task = asyncio.ensure_future(faults.apoint(HERE, sleep))
-    await asyncio.wait_for(asleep.wait(), 5)
+    await asyncio.wait_for(asleep.wait(), HANG_S)
     assert (asked, task.done()) == ([7.0], False)
     going.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, HANG_S)
     with pytest.raises(Unavailable):
         await faults.apoint(THERE)
     faults.disarm()
@@ -389,7 +390,7 @@ def test_a_process_is_killed_at_the_nth_hit(tmp_path: Path, hit: int, where: str
     """It dies by SIGKILL before anything behind the point happens, and has told."""
     with worker(tmp_path, f"test.here:kill@{hit}", where) as child:
         assert said(child, 99) == b"12345"[:hit]
-        assert child.process.wait(10) == -signal.SIGKILL
+        assert child.process.wait(HANG_S) == -signal.SIGKILL
         assert child.process.stdout is not None
         child.process.stdout.close()
     assert fired(tmp_path) == [("test.here", "kill", hit)]
@@ -405,7 +406,7 @@ def test_a_process_is_stopped_at_the_nth_hit(tmp_path: Path, where: str) -> None
         assert fired(tmp_path) == [("test.here", "stop", 3)]
         os.kill(child.pid, signal.SIGCONT)
         assert said(child, 99) == b"45."
-        assert child.process.wait(10) == 0
+        assert child.process.wait(HANG_S) == 0
         assert child.process.stdout is not None
         child.process.stdout.close()
 
@@ -416,7 +417,7 @@ def test_only_the_first_process_is_killed(tmp_path: Path) -> None:
     for dies_at in (3, 5, None):
         with worker(tmp_path, plan) as child:
             assert said(child, 99) == (b"12345." if dies_at is None else b"12345"[:dies_at])
-            assert child.process.wait(10) == (0 if dies_at is None else -signal.SIGKILL)
+            assert child.process.wait(HANG_S) == (0 if dies_at is None else -signal.SIGKILL)
             assert child.process.stdout is not None
             child.process.stdout.close()
     assert fired(tmp_path) == [("test.here", "kill", 3), ("test.here", "kill", 5)]
@@ -432,7 +433,7 @@ def test_of_many_at_once_one_fires(tmp_path: Path) -> None:
             stack.enter_context(worker(folder, "test.here:kill@2!", log=tmp_path))
             for folder in folders
         ]
-        codes = [child.process.wait(20) for child in children]
+        codes = [child.process.wait(HANG_S) for child in children]
         for child in children:
             assert child.process.stdout is not None
             child.process.stdout.close()
@@ -460,7 +461,7 @@ def test_a_process_with_another_plan_is_left_alone(tmp_path: Path) -> None:
     """Points that the plan does not name, or hits that never come, do nothing."""
     with worker(tmp_path, "test.there:kill;test.here:kill@6") as child:
         assert said(child, 99) == b"12345."
-        assert child.process.wait(10) == 0
+        assert child.process.wait(HANG_S) == 0
         assert child.process.stdout is not None
         child.process.stdout.close()
     assert fired(tmp_path) == []
@@ -474,7 +475,7 @@ def test_a_bad_plan_in_the_environment_is_one_mistake(tmp_path: Path) -> None:
         env={"PYTHONPATH": SRC, "HOLDFAST_FAULTS": "test.here:explode"},
         log=log,
     ) as child:
-        assert child.process.wait(20) == 1
+        assert child.process.wait(HANG_S) == 1
     assert "Mistake: fault clause 'test.here:explode': 'explode' is not one of" in log.read_text()
 
 
@@ -487,7 +488,7 @@ def test_a_point_that_nobody_has_is_told(tmp_path: Path) -> None:
         env={"PYTHONPATH": SRC, "HOLDFAST_FAULTS": plan},
         log=log,
     ) as child:
-        assert child.process.wait(20) == 0
+        assert child.process.wait(HANG_S) == 0
     first, second = log.read_text().splitlines()
     assert first.endswith(
         "no fault point weights.publish.markd: did you mean weights.publish.marked?"

@@ -15,8 +15,9 @@ import pytest
 
 from holdfast import faults, nursery, procs
 from holdfast.nursery import Nursery
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_everybody_dies_with_the_parent(place: Path) -> None:
         from holdfast.nursery import inherit
         def main():
             own = inherit()
-            assert own.wait(20)
+            assert own.wait(60)
             child = own.spawn([sys.executable, "-m", "stays"])
             print(os.getpid(), own._child.pid, child.pid, flush=True)
             time.sleep(600)
@@ -159,7 +160,7 @@ def test_everybody_dies_with_the_parent(place: Path) -> None:
         from holdfast.nursery import Nursery
         if __name__ == "__main__":
             one = Nursery(["middle"])
-            assert one.wait(20)
+            assert one.wait(60)
             print(one._child.pid, flush=True)
             one.spawn([sys.executable, "-m", "middle"])
             time.sleep(600)

@@ -15,12 +15,13 @@ import pytest
 
 from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
 from holdfast.procs import HeldPort, spawn
+from patience import HANG_S
 
 PYTHON = sys.executable
 SLEEP = [PYTHON, "-c", "import time; time.sleep(600)"]
 
 
-def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -64,7 +65,7 @@ def test_a_child_dies_with_the_thread_that_started_it() -> None:
 
     def work() -> None:
         children.append(spawn(SLEEP))
-        leave.wait(20)
+        leave.wait(HANG_S)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -73,7 +74,7 @@ def test_a_child_dies_with_the_thread_that_started_it() -> None:
         assert child.alive()
         leave.set()
         thread.join()
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_kill_group_ends_grandchildren_too(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_kill_group_ends_grandchildren_too(tmp_path: Path) -> None:
     )
     with spawn([PYTHON, "-c", script]) as child:
         pid = number_in(pid_file)
-        assert child.wait(20) == 0
+        assert child.wait(HANG_S) == 0
         assert not child.alive()
         assert running(pid)
     until(lambda: not running(pid))
@@ -98,7 +99,7 @@ def test_an_ended_child_keeps_its_pid_until_its_group_is_killed() -> None:
     """Asking and waiting do not collect the child: its pid cannot be given to another
     process that a later signal would hit."""
     child = spawn([PYTHON, "-c", ""])
-    assert child.wait(20) == 0
+    assert child.wait(HANG_S) == 0
     assert not child.alive()
     assert Path(f"/proc/{child.pid}").exists()
     child.signal(signal.SIGKILL)  # does nothing
@@ -118,7 +119,7 @@ def test_an_ended_child_keeps_its_pid_until_its_group_is_killed() -> None:
 def test_wait_returns_the_exit_code(script: str, code: int) -> None:
     """As subprocess has it: the code, or minus the signal."""
     with spawn([PYTHON, "-c", script]) as child:
-        assert child.wait(20) == code
+        assert child.wait(HANG_S) == code
         assert child.stop() == code
 
 

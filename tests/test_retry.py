@@ -25,6 +25,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.retry import FRESH_S, Attempt, Partial, Policy, delay_s
+from patience import HANG_S
 
 STEADY = Policy(attempts=5, base_s=2.0, factor=2.0, max_s=8.0, jitter=0.0, deadline_s=100.0)
 
@@ -354,10 +355,10 @@ async def test_cancelling_ends_a_wait_at_once() -> None:
 
     policy = Policy(base_s=60.0, max_s=60.0, deadline_s=600.0)
     task = asyncio.ensure_future(policy.acall(afn, on_attempt=lambda _: waiting.set()))
-    await asyncio.wait_for(waiting.wait(), 5)
+    await asyncio.wait_for(waiting.wait(), HANG_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, HANG_S)
     assert fn.calls == 1
 
 
@@ -566,7 +567,7 @@ def test_silence_of_the_authority_raises_the_original(stubborn: bool) -> None:
         except asyncio.CancelledError:
             if not stubborn:
                 raise
-            await asyncio.wait_for(release.wait(), 5)
+            await asyncio.wait_for(release.wait(), HANG_S)
         raise AssertionError("an answer that nobody waits for")
 
     async def main() -> None:
@@ -614,11 +615,11 @@ async def test_cancelling_while_the_authority_is_asked() -> None:
         return True
 
     task = asyncio.ensure_future(STEADY.acall(afn, on=NotFound, verify=silent))
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), HANG_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 5)
-    await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(task, HANG_S)
+    await asyncio.wait_for(ended.wait(), HANG_S)
 
 
 # ---- subset retry ------------------------------------------------------------------

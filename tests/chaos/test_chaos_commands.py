@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from holdfast.chaos.commands import chaos
 from holdfast.errors import Mistake
 from holdfast.procs import Child, spawn
+from patience import HANG_S
 
 COMMAND = [sys.executable, "-c", "from holdfast.chaos.commands import chaos; chaos()"]
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 def start(*arguments: str) -> Child:

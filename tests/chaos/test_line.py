@@ -9,8 +9,9 @@ import pytest
 
 from holdfast.chaos.line import Line
 from holdfast.procs import HeldPort
+from patience import HANG_S
 
-LIMIT_S = 10.0
+LIMIT_S = HANG_S
 
 
 class Gateway:

@@ -24,8 +24,9 @@ from holdfast.chaos.processes import (
 )
 from holdfast.errors import Gone, Mistake
 from holdfast.procs import Child, spawn
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 def state(pid: int) -> str:

@@ -16,8 +16,9 @@ from holdfast.chaos.proxy import READ_AHEAD_BYTES, Proxy, ProxyThread
 from holdfast.chaos.stream import Directions, drop_point
 from holdfast.errors import Mistake, Unavailable
 from holdfast.procs import HeldPort, spawn
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 SOON_S = 0.3  # long enough for a byte to arrive if it were let through
 Reader: TypeAlias = asyncio.StreamReader
 Writer: TypeAlias = asyncio.StreamWriter

@@ -22,6 +22,7 @@ from holdfast.client.addresses import proxy_of
 from holdfast.errors import HoldfastError, Mistake, TooLarge
 from holdfast.retry import Policy
 from jobs.counting_trainer import Reply, problem, reply
+from patience import HANG_S
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation
 from .test_sdks import PYTHON, Library, library, process, there
@@ -165,7 +166,7 @@ async def test_an_answer_is_newer_than_the_doubt(dumb: Dumb) -> None:
 
     dumb.control = held
     control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=20)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         first = asyncio.create_task(control.state())
         while dumb.asked < 1:
             await asyncio.sleep(0.01)
@@ -312,13 +313,13 @@ async def test_a_wish_to_wait_is_heard_by_polls(client: Client, dumb: Dumb) -> N
     dumb.play("retrieve_future", reply(408, {}, retry_after_ms="nan"))
     begun = time.monotonic()
     assert (await client.future("m:create").result())["type"] == "create_model"
-    assert 1.0 < time.monotonic() - begun < 3
+    assert 1.0 < time.monotonic() - begun < HANG_S
 
 
 async def test_what_cannot_be_sent_is_a_mistake(client: Client, dumb: Dumb) -> None:
     """A header that the HTTP library refuses is refused at once, and not quoted."""
     odd = "a\n" + "secret"
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(Mistake) as caught:
             await client.submit("optim_step", "m", 1, b"x", content_type=odd)
     told = "".join(traceback.format_exception(caught.value, limit=0))
@@ -344,14 +345,14 @@ async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: 
     """`timeout_s` bounds the waiting, also while the server holds the poll."""
 
     async def held(*_: object) -> Reply:
-        await asyncio.sleep(3)
+        await asyncio.sleep(HANG_S)
         return Reply(408, b"{}")
 
     dumb.backend = held
     begun = time.monotonic()
     with pytest.raises(HoldfastError):
         await client.future("m:1").result(timeout_s=0.2)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < HANG_S / 2
 
 
 @pytest.mark.parametrize("call", ["submit", "result"])
@@ -374,12 +375,12 @@ async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.Monke
     begun = time.monotonic()
     async with server, Client(target) as client:
         with contextlib.suppress(HoldfastError, TimeoutError):
-            async with asyncio.timeout(4):
+            async with asyncio.timeout(HANG_S):
                 if call == "submit":
                     await client.submit("optim_step", "m", 1, {})
                 else:
                     await client.future("m:1").result(timeout_s=0.5)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < HANG_S / 2
 
 
 async def test_a_page_does_not_make_a_route_ready(dumb: Dumb) -> None:
@@ -430,7 +431,7 @@ async def test_requests_under_way_outlive_a_renewal(dumb: Dumb) -> None:
     dumb.play("optim_step", Reply(200, b"{}"), Reply(400, b""))
     target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
     made = httpx.AsyncClient(transport=target.transport(), base_url=dumb.data)
-    async with asyncio.timeout(10), made as http:
+    async with asyncio.timeout(HANG_S), made as http:
         slow = asyncio.create_task(http.post("/api/v1/forward"))
         await come.wait()
         statuses = [(await http.post("/api/v1/optim_step")).status_code for _ in range(4)]
@@ -521,7 +522,7 @@ async def test_what_is_closed_while_it_opens_is_closed(dumb: Dumb) -> None:
     child = await asyncio.create_subprocess_exec(
         str(PYTHON), "-c", script, stdin=pipe, stdout=pipe, env={"TINKER_TELEMETRY": "0"}
     )
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(HANG_S):
         await came.wait()
         asyncio.get_running_loop().call_later(1.0, go.set)
         said, _ = await child.communicate(b"\n")

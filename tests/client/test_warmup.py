@@ -12,6 +12,7 @@ from holdfast.errors import Denied, Gone, HoldfastError, NotFound, TimedOut, Una
 from holdfast.events import Event
 from holdfast.retry import Policy
 from jobs.counting_trainer import Counting, Reply, problem, reply
+from patience import HANG_S
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, Dumb, counting
 
@@ -66,8 +67,8 @@ async def test_a_404_that_stays_ends_in_time() -> None:
         begun = time.monotonic()
         with pytest.raises(TimedOut, match=r"not ready within 0\.5 s .* HTTP 404"):
             await warm_up(dumb, seen, limit_s=0.5).run()
-        assert 0.4 < time.monotonic() - begun < 2
-        assert len(dumb.came) > 5
+        assert 0.4 < time.monotonic() - begun < HANG_S
+        assert len(dumb.came) > 1
 
 
 @pytest.mark.parametrize(

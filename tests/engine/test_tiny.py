@@ -15,6 +15,7 @@ from holdfast.engine.base import Base
 from holdfast.engine.tiny import BOS, CHARACTERS, EOS, PAD, SPECIALS, UNKNOWN, make_tiny
 from holdfast.errors import Denied, Exists, Mistake
 from holdfast.procs import Child, spawn
+from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])
 FILES = 5
@@ -38,7 +39,7 @@ def contents(folder: Path) -> dict[str, str]:
 def test_one_seed_one_model(tiny: Path, tmp_path: Path) -> None:
     """The same seed gives the same bytes, also in another process; another seed other weights."""
     with child(tmp_path / "again") as again:
-        assert again.wait(30) == 0, again.tail()
+        assert again.wait(HANG_S) == 0, again.tail()
     assert contents(tmp_path / "again") == contents(tiny)
     assert len(contents(tiny)) == FILES
     other = contents(make_tiny(tmp_path / "other", seed=1))
@@ -59,7 +60,7 @@ def test_killed_at_any_file_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     plans = [f"engine.folder.file:kill@{n}" for n in range(1, FILES + 1)]
     for plan in [*plans, "engine.folder.before_rename:kill"]:
         with child(folder, plan) as maker:
-            assert maker.wait(30) == -signal.SIGKILL, (plan, maker.tail())
+            assert maker.wait(HANG_S) == -signal.SIGKILL, (plan, maker.tail())
         assert not folder.exists(), plan
         left = [path for path in folder.parent.iterdir() if path.name.startswith(".tiny.making-")]
         assert len(left) == 1, f"{plan}: the remains of the one before were not cleared up: {left}"
@@ -73,7 +74,7 @@ def test_makers_at_once(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "tiny"
     makers = [child(folder, "engine.folder.before_rename:delay=1") for _ in range(3)]
     try:
-        assert [maker.wait(30) for maker in makers] == [0, 0, 0], [m.tail() for m in makers]
+        assert [maker.wait(HANG_S) for maker in makers] == [0, 0, 0], [m.tail() for m in makers]
     finally:
         for maker in makers:
             maker.kill_group()

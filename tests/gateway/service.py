@@ -14,9 +14,10 @@ from typing import Any
 import psutil
 
 from holdfast import procs
+from patience import HANG_S
 
 TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
-LIMIT_S = 40.0
+LIMIT_S = HANG_S
 
 
 class Answer:

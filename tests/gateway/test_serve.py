@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from gateway.service import Service, serve, wait_for
+from patience import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_what_callers_hear_of_a_job_that_starts_pauses_and_ends(service: Service
     assert submit.status == 503, submit
     assert submit.json["error"]["code"] == "route_not_ready"
     assert submit.headers["retry-after-ms"] == "1000"
-    assert 1.5 < submit.took_s < 15.0, "it waited inside"
+    assert submit.took_s > 1.5, "it waited inside"
     service.ask("POST", service.jobs("starts", ":pause"))
     paused = service.ask("POST", service.way("starts", "/api/v1/optim_step"), b"{}")
     assert (paused.status, paused.headers["x-should-retry"]) == (423, "false")
@@ -70,8 +70,8 @@ def test_what_callers_hear_of_a_job_that_starts_pauses_and_ends(service: Service
     for path in ("/api/v1/optim_step", "/api/v1/retrieve_future"):
         gone = service.ask("POST", service.way("starts", path), b"{}")
         # Until its trainer, which was paused a moment ago, has really ended, it is DELETING.
+        # A call that had waited inside would have ended with 503 or 408.
         assert (gone.status, gone.json["error"]["code"][:8]) == (410, "job_dele")
-        assert gone.took_s < 3.0
 
 
 def test_a_poll_is_held(service: Service) -> None:
@@ -93,7 +93,7 @@ def test_a_held_poll_is_answered_when_the_job_is_resumed(service: Service) -> No
     poll = threading.Thread(target=lambda: answers.append(service.ask("POST", way, b"{}")))
     poll.start()
     service.ask("POST", service.jobs("resumed", ":resume"))
-    poll.join(30)
+    poll.join(HANG_S)
     assert [answer.status for answer in answers] == [200]
 
 
@@ -132,7 +132,7 @@ def test_gateways_and_hosts_may_be_killed(service: Service) -> None:
     host = service.processes("host_process")[0]
     children = host.children(recursive=True)
     os.kill(host.pid, signal.SIGKILL)
-    psutil.wait_procs(children, timeout=10)
+    psutil.wait_procs(children, timeout=HANG_S)
     assert not any(child.is_running() for child in children), "trainers die with their host"
 
     def answered() -> bool:
@@ -172,18 +172,16 @@ def test_serve_goes_on_where_it_was(tmp_path: Path) -> None:
         first.wait("lasting")
         everything = psutil.Process(first.child.pid).children(recursive=True)
         os.kill(first.child.pid, signal.SIGKILL)
-        psutil.wait_procs(everything, timeout=10)
+        psutil.wait_procs(everything, timeout=HANG_S)
         assert not any(one.is_running() for one in everything)
     with serve(tmp_path, "--lease", "2") as second:
         assert second.key == first.key
-        began = time.monotonic()
         wait_for(lambda: second.ask("GET", second.way("lasting")).status == 200, "it is back")
-        assert time.monotonic() - began < 20
         assert second.ask("GET", second.way("lasting")).json["epoch"] == 2
         everything = psutil.Process(second.child.pid).children(recursive=True)
         second.child.process.send_signal(signal.SIGTERM)
-        assert second.child.wait(30) == 0
-        psutil.wait_procs(everything, timeout=10)
+        assert second.child.wait(HANG_S) == 0
+        psutil.wait_procs(everything, timeout=HANG_S)
         assert not any(one.is_running() for one in everything)
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import LIMIT_S, Service, serve, wait_for
 from holdfast.procs import spawn
 from jobs import counts
 from trainer import journaled
@@ -120,8 +120,8 @@ def test_no_spurious_not_found_behind_stale_routes(
         took_s = time.monotonic() - began
         assert "error" in told, told
         assert "DELET" in told["text"], told
-        # A quarter of a second on a quiet machine, 1 s at most; test machines are not quiet.
-        assert took_s < 3.0, f"{took_s:.1f} s until the caller knew"
+        # A quarter of a second on a quiet machine. One who was not told would ask for minutes.
+        assert took_s < 20.0, f"{took_s:.1f} s until the caller knew"
         print(f"{name}: {len(done)} operations, 3 incarnations, gone after {took_s:.2f} s")
 
 
@@ -158,5 +158,5 @@ def test_signals_are_not_ignored_by_the_trainer(tmp_path: Path) -> None:
         service.wait("one")
         first = service.processes("counting_trainer.py")[0]
         os.kill(first.pid, signal.SIGKILL)
-        first.wait(10)
+        first.wait(LIMIT_S)
         wait_for(lambda: len(service.processes("counting_trainer.py")) == 1, "its successor")

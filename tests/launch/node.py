@@ -20,6 +20,7 @@ from holdfast.launch.spec import Seat, Spec
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import Workers
+from patience import HANG_S
 
 
 def make_seat(slots: int = 1, **changes: Any) -> Seat:
@@ -77,7 +78,7 @@ async def started(
         logs.close()
 
 
-def until(condition: Callable[[], Any], what: str = "it", limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], Any], what: str = "it", limit_s: float = HANG_S) -> None:
     """Wait for a condition, in a test without a loop."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -85,7 +86,7 @@ def until(condition: Callable[[], Any], what: str = "it", limit_s: float = 30.0)
         time.sleep(0.01)
 
 
-async def auntil(condition: Callable[[], Any], what: str = "it", limit_s: float = 30.0) -> None:
+async def auntil(condition: Callable[[], Any], what: str = "it", limit_s: float = HANG_S) -> None:
     """Wait for a condition, in a test with a loop."""
     deadline = time.monotonic() + limit_s
     while not condition():

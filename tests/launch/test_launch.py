@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path, url: str) -> None:
         here.until("workers", (tmp_path / "began").exists)
         below = [pid for agent in here.all for pid in descendants(agent.pid)]
         (tmp_path / "go").touch()
-        began = time.monotonic()
         assert [here.agents[name].code(20) for name in ("n0", "n1", "n2")] == [0, 0, 0]
-        assert time.monotonic() - began < 10
         assert here.start("n7", *program).code(20) == 0
         assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
         assert "has succeeded after 1 cycle" in here.agents["n7"].log.read_text()

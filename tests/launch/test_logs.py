@@ -13,6 +13,7 @@ from holdfast.errors import Denied, Mistake
 from holdfast.launch.logs import MAX_LINE_BYTES, CycleLogs, Logs, Streams, parse_streams
 from holdfast.launch.workers import Workers
 from launch.node import make_seat, make_spec, script, until
+from patience import HANG_S
 
 
 class Terminal:
@@ -99,7 +100,7 @@ async def test_redirects_and_tee(
         os.dup2(kept[1], 2)
         os.close(kept[0])
         os.close(kept[1])
-    assert (await asyncio.wait_for(workers.wait(), 30)).success
+    assert (await asyncio.wait_for(workers.wait(), HANG_S)).success
     await workers.stop(0)
     logs.close()
     names = [path.suffix[1:] for path in sorted(logs.folder.iterdir())]
@@ -179,7 +180,7 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(tmp_path: Path) -> None:
     path.write_bytes(b"a line\n" * 100_000)
     began = time.monotonic()
     logs.close(0.3)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < HANG_S
     assert path.stat().st_size == 700_000
     os.close(out)  # the thread that was left behind finds nobody, and ends
     until(lambda: not logs._tailer._thread.is_alive())

@@ -28,6 +28,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.records import Cause, Keys, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from launch.node import alive, auntil, numbers
+from patience import HANG_S
 from rendezvous.meeting import RUN, meeting
 
 PLACE = Place(1, 7, 0, 1, 0, 2, 2, "127.0.0.1", 29_500)
@@ -118,7 +119,7 @@ async def test_the_second_signal_counts_also_while_workers_are_being_started(
         await asyncio.to_thread(numbers, tmp_path / "pids", 2)
         began = time.monotonic()
         await crew.stop(None)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20  # the grace is 30 s
 
 
 async def test_a_worker_that_cannot_be_killed_ends_the_node(
@@ -133,7 +134,7 @@ async def test_a_worker_that_cannot_be_killed_ends_the_node(
 
     monkeypatch.setattr(Workers, "stop", hangs)
     async with a_crew(tmp_path, "exit 3", slots=1) as (crew, _, plan):
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             code, reason = await agent._take_part(plan, crew)
         assert code == 70
         assert "cannot be killed" in reason
@@ -147,7 +148,7 @@ async def test_a_node_whose_warden_died_before_it_got_a_rank_leaves(tmp_path: Pa
     async with a_crew(tmp_path, "sleep 60", slots=1) as (crew, warden, plan):
         os.kill(warden.pid, signal.SIGKILL)
         await auntil(warden.failed.done, "the warden's end")
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             code, reason = await agent._take_part(plan, crew)
         assert code == 70
         assert "warden" in reason
@@ -158,7 +159,7 @@ async def test_a_spare_whose_warden_died_leaves_at_once(tmp_path: Path) -> None:
     async with a_crew(tmp_path, "sleep 60", slots=1) as (crew, warden, _):
         leaving = asyncio.create_task(crew.leaving())
         os.kill(warden.pid, signal.SIGKILL)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             assert "warden" in await leaving
         assert crew.left is not None
         assert crew.left.exit_code == 70
@@ -167,7 +168,7 @@ async def test_a_spare_whose_warden_died_leaves_at_once(tmp_path: Path) -> None:
 async def test_a_node_with_a_full_disk_leaves(tmp_path: Path) -> None:
     """Its workers cannot start there: it does not come back for its rank, for ever."""
     async with a_crew(tmp_path, "sleep 60", slots=1, logs=FullLogs) as (crew, _, plan):
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             code, reason = await agent._take_part(plan, crew)
         assert code == 70
         assert "no space left" in reason
@@ -177,7 +178,7 @@ async def test_workers_that_the_warden_stopped_did_not_fail(tmp_path: Path) -> N
     """The agent was late, or the ledger: that is not held against the workers' budget."""
     async with a_crew(tmp_path, "sleep 60", slots=1, lease_s=1.0, valid_s=0.9) as (crew, *_):
         await crew.start(PLACE_OF_ONE)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(HANG_S):
             cause = await crew.outcome()
         assert cause is not None
         assert cause.kind == "lost"

@@ -14,6 +14,7 @@ from holdfast.ledger.records import decode
 from holdfast.procs import HeldPort
 from holdfast.rendezvous.records import Keys, Node
 from holdfast.servers import find_program
+from patience import HANG_S
 
 from .cluster import SCRIPT, Cluster
 from .slurm import Slurm
@@ -146,7 +147,7 @@ def test_the_example_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
     submitted = slurm.start(
         *job, *script, SCRIPT, "10000", "0.05", str(enough), log=tmp_path / "sbatch.log", env=env
     )
-    assert submitted.wait(30) == 0, (tmp_path / "sbatch.log").read_text()
+    assert submitted.wait(HANG_S) == 0, (tmp_path / "sbatch.log").read_text()
     number = slurm.job(tmp_path.name)
     here = Cluster(tmp_path, f"etcd://127.0.0.1:{port}", run=f"slurm-{number}-0", nnodes="1:2")
     try:

@@ -17,6 +17,7 @@ from holdfast.launch import warm
 from holdfast.launch.spec import PER_SEAT, Order, Spec, environment
 from holdfast.launch.warm import PRELOAD, Budget, WarmLost, WarmOff, WarmPool, WarmReady
 from launch.node import alive, auntil, make_seat, make_spec, script, started
+from patience import HANG_S
 
 PROBE = """
 '''Its own docstring.'''
@@ -213,10 +214,10 @@ async def test_what_differs_at_import_is_started_cold(tmp_path: Path) -> None:
     async with started(other, tmp_path, pool=pool) as workers:
         why = workers.starts[0].why
         assert why == "variables that count at import differ: NEW, OMP_NUM_THREADS"
-        assert (await asyncio.wait_for(workers.wait(), 30)).success
+        assert (await asyncio.wait_for(workers.wait(), HANG_S)).success
     async with started(spec, tmp_path, pool=pool, cwd=tmp_path) as workers:
         assert workers.starts[0].why.startswith(f"it was to run in {tmp_path}, not in ")
-        assert (await asyncio.wait_for(workers.wait(), 30)).success
+        assert (await asyncio.wait_for(workers.wait(), HANG_S)).success
     assert pool.ready == 1, "the refused orders took nothing"
     async with started(spec, tmp_path, pool=pool) as workers:
         assert workers.starts[0].warm
@@ -317,7 +318,7 @@ async def test_a_broken_import_turns_it_off(tmp_path: Path, body: str, reason: s
     assert pool.started == warm.MAX_FAILURES
     async with started(spec, tmp_path, pool=pool) as workers:
         assert workers.starts[0].why == pool.off
-        assert (await asyncio.wait_for(workers.wait(), 30)).success
+        assert (await asyncio.wait_for(workers.wait(), HANG_S)).success
     await pool.close()
 
 

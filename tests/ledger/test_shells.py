@@ -34,6 +34,7 @@ from holdfast.ledger.election import (
 )
 from holdfast.ledger.records import Stored, encode, load
 from holdfast.ledger.types import Entry
+from patience import HANG_S
 
 
 async def test_a_keeper_keeps_its_lease_beyond_its_time(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ async def test_a_keeper_notices_that_its_lease_was_broken(tmp_path: Path) -> Non
         Keeper(LiveRuntime(led), 0.3) as keeper,
     ):
         await led.revoke(keeper.id)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await keeper.lost.wait()
         assert not keeper.believes()
         with pytest.raises(LeaseLost):

@@ -13,10 +13,11 @@ from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.overview import Overview, look
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from patience import HANG_S
 
 RUN = "r"
 KEYS = Keys(RUN)
-LIMIT_S = 30.0
+LIMIT_S = HANG_S
 
 
 class Crew:

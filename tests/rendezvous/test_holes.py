@@ -17,6 +17,7 @@ from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.decide import restart
 from holdfast.rendezvous.records import Cause, Cycle, Node, Rules
 from holdfast.rendezvous.rendezvous import Rendezvous
+from patience import HANG_S
 
 from .meeting import KEYS, RUN, meeting
 
@@ -155,8 +156,9 @@ async def test_the_death_of_whoever_looks_after_the_cycle_costs_one_cycle(url: s
         here.join("n0", "n1", "n2")
         await here.ranks("n0", "n1")
         for turn in range(3):
-            entry = await here.ledger.get(KEYS.closer)
-            assert entry is not None
+            async with asyncio.timeout(HANG_S):
+                while (entry := await here.ledger.get(KEYS.closer)) is None:
+                    await asyncio.sleep(0.01)
             name = next(n for n in here.nodes if f'"{n}"'.encode() in entry.value)
             await here[name].kill()
             here.join(name)
@@ -170,8 +172,9 @@ async def test_a_closer_that_died_is_stood_in_for(url: str) -> None:
     async with meeting(url, RULES, lease_s=60.0) as here:
         here.join("n0")
         await here.until("a closer", lambda: here["n0"].rendezvous is not None)
-        while await here.ledger.get(KEYS.closer) is None:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(HANG_S):
+            while await here.ledger.get(KEYS.closer) is None:
+                await asyncio.sleep(0.01)
         here.join("n1", "n2")
         await here.ranks("n0", "n1")
         await here["n0"].kill()

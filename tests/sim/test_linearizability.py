@@ -30,6 +30,7 @@ from holdfast.sim.linearizability import (
     main,
     save,
 )
+from patience import HANG_S
 
 SHIPPED = Path(str(resources.files("holdfast.sim")))
 BAD = sorted((SHIPPED / "bad_histories").glob("*.jsonl"))
@@ -295,9 +296,9 @@ def recorded(seed: int, count: int, processes: int, names: int) -> list[Operatio
     return history
 
 
-def test_ten_thousand_operations_take_seconds() -> None:
+def test_ten_thousand_operations_are_not_too_many() -> None:
     """10 processes, 20 keys; also when one answer near the end is wrong."""
-    begun = time.monotonic()
+    began_s = time.process_time()
     history = recorded(1, 10_000, 10, 20)
     assert check(history).ok
     at = max(n for n, one in enumerate(history) if isinstance(one.call, Read) and one.returned)
@@ -306,7 +307,7 @@ def test_ten_thousand_operations_take_seconds() -> None:
     assert verdict.outcome == "violated"
     assert verdict.keys == (history[at].call.key,)  # type: ignore[union-attr]  # it is a Read
     assert history[at] in verdict.stuck
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - began_s < HANG_S, "a check that explodes takes hours"
 
 
 def test_a_spent_budget_is_not_a_verdict() -> None:
@@ -375,5 +376,5 @@ def test_the_program_tells_and_ends_with_one(tmp_path: Path) -> None:
     for path, code in ((BAD[0], 1), (GOOD[0], 0)):
         argv = [sys.executable, "-m", "holdfast.sim.linearizability", str(path)]
         with spawn(argv, log=tmp_path / f"{code}.log") as child:
-            assert child.process.wait(30) == code
+            assert child.process.wait(HANG_S) == code
         assert path.name in (tmp_path / f"{code}.log").read_text()

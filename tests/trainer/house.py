@@ -22,6 +22,7 @@ import pytest
 from gateway.service import Service, serve, wait_for
 from holdfast import ledger
 from holdfast.ledger.types import Entry
+from patience import HANG_S
 
 SDKS = Path(__file__).parents[2] / ".venv-sdks" / "bin" / "python"
 JOB = "one"
@@ -66,7 +67,7 @@ class Program:
         """The next line that it says."""
         assert self._child.stdout is not None
         text = self._child.stdout.readline()
-        assert text, f"the program ended with {self._child.wait(10)}:\n{self.errors()}"
+        assert text, f"the program ended with {self._child.wait(HANG_S)}:\n{self.errors()}"
         self.lines.append(json.loads(text))
         return self.lines[-1]
 

@@ -28,6 +28,7 @@ from holdfast.trainer.ranks import Alone, Ranks, from_env
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.sharded import ShardedMachine
 from holdfast.trainer.sharding import ShardedTenant
+from patience import HANG_S
 from trainer.other_rank import IDLE_S, STEP, batch, datum, held, never_pickle
 
 
@@ -134,7 +135,7 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         led = Led(ShardedMachine(ours, "run", ranks), ranks, notes)
         yield led
         led.do(END)
-        assert child.wait(20) == 0
+        assert child.wait(HANG_S) == 0
         ranks.close()
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

@@ -25,8 +25,9 @@ from holdfast.transfer.queue import Item, Queue, balanced
 from holdfast.transfer.queue.desk import Change
 from holdfast.transfer.queue.records import Config, Keys, Member, State
 from holdfast.transfer.queue.steps import Steps
+from patience import HANG_S
 
-LIMIT_S = 10.0
+LIMIT_S = HANG_S
 
 Opener = Callable[..., Awaitable[Queue]]
 Hook = Callable[[Any], Awaitable[Any]]

@@ -7,10 +7,11 @@ from pathlib import Path
 from holdfast.views.picture import Picture
 from holdfast.views.tail import Live, Tail
 from holdfast.views.told import Told
+from patience import HANG_S
 
 from .logs import House
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 def line(at: float, kind: str = "a.b", **fields: object) -> bytes:

@@ -16,6 +16,7 @@ from holdfast.views.picture import Picture
 from holdfast.views.tail import look
 from holdfast.views.terminal import Viewer, watch
 from holdfast.views.told import Told
+from patience import HANG_S
 
 from .logs import House, storm
 
@@ -131,7 +132,7 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
         viewer = Viewer(tmp_path, out=out)
         viewer.start()
         viewer.stop()
-    reader.join(20)
+    reader.join(HANG_S)
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(said).decode())
     assert "step 30/30" in text
@@ -156,7 +157,7 @@ async def test_watch_ends_when_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     storm(tmp_path)
     stop = asyncio.Event()
     stop.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await watch(tmp_path, plain=True, stop=stop)
     assert "finished after step 30" in capsys.readouterr().out
 

@@ -18,10 +18,11 @@ from holdfast.errors import Mistake
 from holdfast.views.page import page, policy
 from holdfast.views.report import write_report
 from holdfast.views.web import Web
+from patience import HANG_S
 
 from .logs import House, storm
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 @pytest.fixture

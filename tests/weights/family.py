@@ -20,10 +20,11 @@ from holdfast import faults, ledger, procs
 from holdfast.ledger import Ledger
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.layout import Layout
+from patience import HANG_S
 from weights.children import read_pin
 
 CHILDREN = Path(__file__).with_name("children.py")
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 class Kid:
@@ -54,7 +55,7 @@ class Kid:
                 raise AssertionError(f"{self.child.name} did not say {what} in {limit_s} s")
             data = os.read(self._out, 1 << 16)
             if not data:
-                code = self.child.wait(5)
+                code = self.child.wait(HANG_S)
                 raise AssertionError(f"{self.child.name} ended with {code} before {what}")
             self._heard += data
 

@@ -24,6 +24,7 @@ from holdfast.errors import Corrupt
 from holdfast.text import parse_bytes, size, table
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.watching import happened
+from patience import HANG_S
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 WORKER = [sys.executable, str(Path(__file__).with_name("cli_worker.py"))]
@@ -101,7 +102,7 @@ def place(tmp_path: Path) -> Place:
     return found
 
 
-def _until(found: Callable[[], bool], limit_s: float = 30.0) -> None:
+def _until(found: Callable[[], bool], limit_s: float = HANG_S) -> None:
     deadline = time.monotonic() + limit_s
     while not found():
         assert time.monotonic() < deadline, "time is up"
@@ -412,7 +413,7 @@ def test_watch_follows_other_processes(
         assert leaving.process.stdin is not None
         leaving.process.stdin.write(b"leave\n")
         leaving.process.stdin.flush()
-        assert leaving.wait(20) == 0
+        assert leaving.wait(HANG_S) == 0
         dying.kill_group()
         child.wait_until(lambda: ("lease ended", None, "r1") in seen())
     _run("weights", "sweep", place.path, "--keep-last", "1")
@@ -431,7 +432,7 @@ def test_watch_follows_other_processes(
     ]
     assert ("opened", None, "") in found
     child.signal(signal.SIGINT)
-    assert child.wait(20) == 130
+    assert child.wait(HANG_S) == 130
     assert "Traceback" not in read()
     assert not read().splitlines()[-1].startswith("holdfast:")
 
@@ -442,7 +443,7 @@ def test_watch_for_people_stops_after_a_count(place: Place) -> None:
     with procs.spawn([*HOLDFAST, *words], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         place.publish(5)
-        assert child.wait(20) == 0
+        assert child.wait(HANG_S) == 0
     heading, opened, published = log.read_text().splitlines()
     assert heading == f"watching {place.path} ({place.url})"
     assert opened.split()[1:] == ["opened", "(by", "publisher,", "epoch", "2)"]
@@ -480,7 +481,7 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
     with procs.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         assert "deleted version 0" in _run("weights", "sweep", path, "--keep-last", "3")
-        assert child.wait(20) == 0
+        assert child.wait(HANG_S) == 0
     assert "swept" in log.read_text()
     other = f"sqlite:///{tmp_path}/x.db"
     assert "is kept with marker files" in _run("weights", "ls", path, "--ledger", other, code=2)

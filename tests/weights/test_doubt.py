@@ -12,6 +12,7 @@ from holdfast.errors import Fenced, Unavailable, UnknownOutcome
 from holdfast.ledger import Compare, Op, Txn
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.weights import Publisher, Subscriber, ledger_book
+from patience import HANG_S
 
 
 class Lossy(MemoryLedger):
@@ -109,7 +110,7 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
         async with subscriber.pin(0):
             first = subscriber.seat_id
             await ledger.revoke(int(first.rpartition("-")[2]))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while subscriber.seat_id == first:
                     await asyncio.sleep(0.01)
             await publisher.publish(1, weights(1))
@@ -120,7 +121,7 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
             view = await publisher._book.view()
             second = subscriber.seat_id
             await ledger.revoke(int(second.rpartition("-")[2]))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 while subscriber.seat_id == second:
                     await asyncio.sleep(0.01)
             assert not await publisher._book.forget(view, 0)

@@ -16,10 +16,11 @@ from descriptors import held_below
 from holdfast.errors import Mistake
 from holdfast.weights import local_calls
 from holdfast.weights.local import LocalDisk
+from patience import HANG_S
 
 from .benches import Bench, LocalBench, SimBench
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 async def test_symbolic_links_in_a_folder_are_never_followed(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ from holdfast.weights.marker_seat import MarkerSeat
 from holdfast.weights.markers import FOREIGN_LEASE_S, Markers
 from holdfast.weights.records import Consumer
 from holdfast.weights.sweep import Sweeper
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 LEASE_S = 1.0
 LAST_ONE = Retention(keep_last=1)
 

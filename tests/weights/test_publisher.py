@@ -16,6 +16,7 @@ import pytest
 from holdfast.errors import Fenced, Mistake
 from holdfast.weights import Publisher, Version
 from holdfast.weights.manifest import MARKER
+from patience import HANG_S
 from weights.children import publish
 from weights.family import House, Kid, house, need_strace, points, start
 
@@ -98,7 +99,6 @@ async def _kill(folder: Path, point: str, earlier: bool, again: int) -> None:
             assert home.leftovers() == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", PUBLISH)
 @pytest.mark.parametrize(
     ("earlier", "again"), [(False, 0), (True, 1)], ids=["first-same", "later-other"]
@@ -113,7 +113,6 @@ async def test_killed_publisher(tmp_path: Path, point: str, earlier: bool, again
 
 
 @pytest.mark.long
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", PUBLISH)
 @pytest.mark.parametrize(
     ("earlier", "again"), [(False, 1), (True, 0)], ids=["first-other", "later-same"]
@@ -126,7 +125,6 @@ async def test_killed_publisher_otherwise(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(60)
 async def test_killed_again_and_again(tmp_path: Path) -> None:
     """Publishers that die one after the other, each at another point, leave one clean channel."""
     luck = _seed()
@@ -161,7 +159,6 @@ async def _outcome(kid: Kid) -> str:
     return found
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", PUBLISH)
 async def test_stopped_and_replaced(tmp_path: Path, point: str) -> None:
     """A publisher that sleeps while another takes over wakes up fenced, and does no harm.
@@ -355,7 +352,6 @@ TRACED = "openat,write,pwrite64,fsync,fdatasync,rename,renameat,renameat2,link,l
 TRACED += ",unlink,unlinkat,mkdir,mkdirat"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("way", ["whole", "ranks"])
 async def test_the_order_of_publishing(tmp_path: Path, way: str) -> None:
     """As strace sees it: files and draft synced, renamed, parent synced, marked, recorded.
@@ -415,7 +411,7 @@ async def _trace(home: House, way: str) -> list[Call]:
         await _go(child)
         assert await _outcome(child) == ""
         await child.ahear("done")
-        assert child.child.wait(20) == 0
+        assert child.child.wait(HANG_S) == 0
     return _calls(trace.read_text())
 
 
@@ -451,7 +447,6 @@ async def _fails(home: House, inject: list[str], way: str = "ranks") -> int:
     return first_good
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", ["", "step_7"], ids=["base", "folder"])
 async def test_failing_fsync(tmp_path: Path, what: str) -> None:
     """EIO from fsync: a clean error, nothing of it is ever seen, and a later try works."""

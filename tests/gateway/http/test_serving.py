@@ -10,6 +10,7 @@ import pytest
 from gateway.http.wires import Caller, Passing, calling, chunked, gate, request, until, upstream
 from holdfast.errors import Mistake, TooLarge
 from holdfast.gateway.http import Exchange, Limits, Server, render_json
+from patience import HANG_S
 
 
 async def echo(exchange: Exchange) -> None:
@@ -79,7 +80,7 @@ async def test_pipelined_requests_wait_outside_of_memory() -> None:
         assert sent < count
         release.set()
         reading = asyncio.create_task(drain(caller, count + 1))
-        await asyncio.wait_for(asyncio.gather(sending, reading), 30)
+        await asyncio.wait_for(asyncio.gather(sending, reading), HANG_S)
 
 
 async def drain(caller: Caller, answers: int) -> None:

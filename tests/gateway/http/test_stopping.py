@@ -6,6 +6,7 @@ import pytest
 
 from gateway.http.wires import HOST, calling, request, until
 from holdfast.gateway.http import Exchange, Server
+from patience import HANG_S
 
 
 async def test_requests_in_work_are_finished() -> None:
@@ -32,7 +33,7 @@ async def test_requests_in_work_are_finished() -> None:
         answer = await busy.answer()
         assert (answer.body, answer.fields["connection"]) == (b"done", "close")
         assert await busy.closed()
-        assert await asyncio.wait_for(stopping, 5) == 0
+        assert await asyncio.wait_for(stopping, HANG_S) == 0
 
 
 async def test_what_is_left_at_the_deadline_is_cut() -> None:
@@ -51,7 +52,7 @@ async def test_what_is_left_at_the_deadline_is_cut() -> None:
     async with calling(server.port) as caller:
         await caller.send(request())
         await until(lambda: server.requests == 1)
-        assert await asyncio.wait_for(server.stop(0.1), 5) == 1
+        assert await asyncio.wait_for(server.stop(0.1), HANG_S) == 1
         assert cancelled.is_set()
         assert await caller.closed()
     assert (server.connections, server.requests) == (0, 0)

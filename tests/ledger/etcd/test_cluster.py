@@ -12,6 +12,7 @@ from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.etcd import watch as watch_module
 from holdfast.ledger.types import Batch, Put, absent
 from holdfast.servers import EtcdCluster, EtcdServer
+from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
 
@@ -42,7 +43,7 @@ async def up(member: EtcdServer) -> None:
     await asyncio.to_thread(member.wait_ready)
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
     """Wait for something that this process can only see by looking."""
     async with asyncio.timeout(limit_s):
         while not condition():
@@ -216,7 +217,7 @@ async def test_without_a_majority_calls_end_in_time(cluster: EtcdCluster) -> Non
             await ledger.txn([], [Put("/major", b"2")])
         assert time.monotonic() - began < 5
         await up(cluster.members[0])
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(HANG_S):
             entry = None
             while entry is None:
                 try:

@@ -23,11 +23,12 @@ from holdfast.ledger.types import (
     value_is,
 )
 from holdfast.servers import EtcdServer
+from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
 
 
-async def take(watch: Watch, count: int, limit_s: float = 10.0) -> list[Batch]:
+async def take(watch: Watch, count: int, limit_s: float = HANG_S) -> list[Batch]:
     """The next batches of a watch, or a failure after `limit_s`."""
     async with asyncio.timeout(limit_s):
         return [await anext(watch) for _ in range(count)]
@@ -40,7 +41,7 @@ def connections(server: EtcdServer) -> int:
     return [one.raddr[1] for one in there].count(server.port)
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
     """Wait for something that this process can only see by looking."""
     async with asyncio.timeout(limit_s):
         while not condition():

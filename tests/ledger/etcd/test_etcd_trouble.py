@@ -13,6 +13,7 @@ from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.types import Batch, Get, Put
 from holdfast.procs import HeldPort
 from holdfast.servers import EtcdServer
+from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
 
@@ -81,7 +82,7 @@ def cable(etcd: EtcdServer) -> Cable:
     return Cable(etcd.endpoint)
 
 
-async def take(watch: Watch, count: int, limit_s: float = 10.0) -> list[Batch]:
+async def take(watch: Watch, count: int, limit_s: float = HANG_S) -> list[Batch]:
     """The next batches of a watch, or a failure after `limit_s`."""
     async with asyncio.timeout(limit_s):
         return [await anext(watch) for _ in range(count)]
@@ -95,7 +96,7 @@ async def _write(ledger: EtcdLedger, prefix: str, count: int) -> None:
 async def test_nobody_there() -> None:
     """One clear line names every endpoint, within the time limit."""
     with HeldPort() as first, HeldPort() as second, pytest.raises(Unavailable) as caught:
-        async with asyncio.timeout(20):  # far beyond its 0.5 s, and before a test's own limit
+        async with asyncio.timeout(HANG_S):  # far beyond its 0.5 s, and before a test's own limit
             await EtcdLedger([("127.0.0.1", first), ("127.0.0.1", second)], timeout_s=0.5)
     message = str(caught.value)
     assert f"127.0.0.1:{first}" in message
@@ -172,7 +173,7 @@ async def test_a_stopped_server_makes_an_unknown_outcome(tmp_path: Path) -> None
             await ledger.txn([], [Put("/stop/0", b"")])
             server.pause()
             began = time.monotonic()
-            async with asyncio.timeout(20):  # far beyond its 1 s: the machine may be busy
+            async with asyncio.timeout(HANG_S):  # far beyond its 1 s: the machine may be busy
                 with pytest.raises(UnknownOutcome):
                     await ledger.txn([], [Put("/stop/1", b"")])
             assert time.monotonic() - began > 0.8

@@ -26,6 +26,7 @@ from holdfast.ledger import Put, open_sync
 from holdfast.ledger.check import check
 from holdfast.ledger.sqlite import file as ledger_file
 from holdfast.ledger.sqlite import write as ledger_write
+from patience import HANG_S
 
 
 def _refused(path: Path) -> HoldfastError:
@@ -227,7 +228,7 @@ async def test_the_log_is_folded_while_others_read(tmp_path: Path) -> None:
             await led.txn([], [Put(f"/k/{number % 10}", b"v" * 300)])
             if number % 100 == 0:
                 seen = (await anext(watch)).revision
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             async for batch in watch:
                 assert batch.revision == seen + 1
                 seen = batch.revision

@@ -15,6 +15,7 @@ import pytest
 from holdfast import ledger, procs
 from holdfast.ledger import Put, absent
 from holdfast.ledger.check import check
+from patience import HANG_S
 
 PARTS = 3
 
@@ -80,9 +81,8 @@ def test_killed_writers_tear_nothing_and_lose_nothing(tmp_path: Path, kills: int
 
     async def look() -> tuple[dict[str, set[str]], list[str]]:
         async with ledger.open(f"sqlite:///{path}") as led:
-            began = time.monotonic()
-            await led.txn([], [Put("/after", b"")])  # no lock is stuck
-            assert time.monotonic() - began < 5
+            async with asyncio.timeout(HANG_S):  # no lock is stuck
+                await led.txn([], [Put("/after", b"")])
             found: dict[str, set[str]] = {}
             for entry in (await led.range("/w")).entries:
                 _, name, number, part = entry.key.split("/")
@@ -117,7 +117,7 @@ def _write_one_and_die(url: str, point: str) -> None:
         [sys.executable, "-c", WRITE_ONE, url],
         env={"HOLDFAST_FAULTS": f"ledger.sqlite.{point}:kill@1"},
     ) as child:
-        assert child.process.wait(20) == -signal.SIGKILL
+        assert child.process.wait(HANG_S) == -signal.SIGKILL
 
 
 def _asleep(task: "asyncio.Future[Any]") -> bool:
@@ -140,11 +140,11 @@ async def test_killed_around_the_commit(tmp_path: Path, point: str) -> None:
             await asyncio.sleep(0)
         await asyncio.to_thread(_write_one_and_die, url, point)
         if point == "after_commit":
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HANG_S):
                 assert [event.key for event in (await first).events] == ["/a"]
         else:
             await led.txn([], [Put("/b", b"2")])
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(HANG_S):
                 assert [event.key for event in (await first).events] == ["/b"]
             assert await led.get("/a") is None
 

@@ -27,9 +27,10 @@ from holdfast.ledger.records import decode
 from holdfast.rendezvous.records import Cycle, Keys, Node
 from holdfast.rendezvous.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
+from patience import HANG_S
 from rendezvous.torchrun.conftest import Make
 
-LIMIT_S = 30.0
+LIMIT_S = HANG_S
 
 
 def behind(call: Any, *args: Any) -> "Future[Any]":

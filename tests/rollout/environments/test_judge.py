@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.errors import HoldfastError, MissingPackage, Mistake, NotFound, Retriable
 from holdfast.rollout.environments import Judge, Limits, Score, Spoilt, Task
+from patience import HANG_S
 
 PLUGIN = """
 import ctypes, os, signal, subprocess, sys, time
@@ -85,7 +86,7 @@ async def fine(judge: Judge) -> bool:
     return await judge.scores(TASK, [said("fine"), said("too")]) == [Score(0.5, True)] * 2
 
 
-async def gone(pid: int, limit_s: float = 10.0) -> None:
+async def gone(pid: int, limit_s: float = HANG_S) -> None:
     """Wait until a process has ended; one that only waits to be collected has."""
     deadline = time.monotonic() + limit_s
     path = Path(f"/proc/{pid}/stat")
@@ -171,7 +172,7 @@ async def test_a_hang_costs_the_group(judges: list[Judge], folder: Path) -> None
         begun = time.monotonic()
         with pytest.raises(Spoilt, match=r"did not answer within 1\.5 s"):
             await judges[0].scores(TASK, [said(text)])
-        assert 1.4 < time.monotonic() - begun < 10
+        assert time.monotonic() - begun > 1.4
         await gone(pid)
     await gone(int((folder / "grandchild").read_text()))
     assert await fine(judges[0])
@@ -272,13 +273,13 @@ async def test_closing_leaves_nothing(judge: Judge, folder: Path) -> None:
     pid = judge.pid
     assert pid is not None
     asking = asyncio.create_task(judge.scores(TASK, [said("child()")]))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while not (folder / "grandchild").exists() or not (folder / "grandchild").read_text():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     await judge.close()
     with pytest.raises(Spoilt):
-        await asyncio.wait_for(asking, 5)
+        await asyncio.wait_for(asking, HANG_S)
     await gone(pid)
     await gone(int((folder / "grandchild").read_text()))
     with pytest.raises(Mistake, match="closed"):
@@ -305,7 +306,7 @@ async def test_it_dies_with_its_parent(folder: Path) -> None:
     argv = [sys.executable, "-c", PARENT]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid = int(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 30))
+        pid = int(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), HANG_S))
         os.kill(pid, 0)
         parent.send_signal(signal.SIGKILL)
         parent.wait()

@@ -31,6 +31,7 @@ from holdfast.trainer.ops import kind as kind_of
 from holdfast.trainer.records import Keys, Result, Save, Seat, number_of
 from holdfast.weights.records import Keys as WeightsKeys
 from holdfast.weights.records import Version
+from patience import HANG_S
 from trainer.house import JOB, House
 
 POLICY: dict[str, Any] = {"checkpoint_ops": 5, "checkpoint_s": 0.5, "upkeep_s": 0.5}
@@ -149,7 +150,7 @@ class Audit:
             self._seen.wait_for(lambda: self._task is not None, 10)
         if self._loop is not None and self._task is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(20)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 from gateway.service import wait_for
 from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
 from holdfast.procs import Child, spawn
+from patience import HANG_S
 from trainer.house import JOB, House, house
 from trainer.kills.conftest import Reference
 from trainer.kills.story import POLICY, STEPS, Audit, fired, tell
@@ -137,9 +138,9 @@ def _wake(machines: Machines, point: str) -> None:
     for thread in threads:
         thread.start()  # they wait in its queue until it wakes up
     old.signal(signal.SIGCONT)
-    assert old.wait(30) == FENCED, old.tail()
+    assert old.wait(HANG_S) == FENCED, old.tail()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     print(f"{point}: {answers}")
     for name, (status, body) in answers.items():
         assert status in (421, 0), f"{name}: {status} {body!r}"

@@ -13,6 +13,7 @@ import pytest
 from gateway.service import wait_for
 from holdfast.procs import spawn
 from holdfast.servers import EtcdServer
+from patience import HANG_S
 from trainer.house import JOB, House, house
 from trainer.kills.conftest import Reference
 from trainer.kills.story import POLICY, STEPS, Audit, tell
@@ -117,7 +118,7 @@ def test_the_ledger_is_locked_for_a_while(tmp_path: Path, reference: Reference) 
                 before = audit.wait(0)
                 assert locker.process.stdout.readline() == b"soon\n"
                 assert audit.wait(0) == before, "nothing could be recorded meanwhile"
-                assert locker.wait(20) == 0
+                assert locker.wait(HANG_S) == 0
 
         told = tell(there, audit, meanwhile)
     told.check(expected)

@@ -14,8 +14,9 @@ from typing import Any
 
 from holdfast import faults, procs
 from holdfast.transfer import shm
+from patience import HANG_S
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 CHILDREN = Path(__file__).with_name("children.py")
 
 

@@ -118,7 +118,6 @@ def _goes_on(told: Told, witness: Store, heir: Store, seed: int) -> None:
     assert witness.stat().taken <= BUDGET
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("point", points())
 def test_killed_at(point: str, name: str, opener: Opener, tmp_path: Path, seed: int) -> None:
     """Whatever was acknowledged is there for old and new readers, and all space is reclaimed."""

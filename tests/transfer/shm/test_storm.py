@@ -121,7 +121,6 @@ def _storm(name: str, opener: Opener, folder: Path, seed: int, seconds: float) -
     assert len(refs) == 80
 
 
-@pytest.mark.timeout(60)
 def test_storm(name: str, opener: Opener, tmp_path: Path, seed: int) -> None:
     """Nothing acknowledged is lost, nothing deleted comes back, and space is bounded."""
     _storm(name, opener, tmp_path, seed, 8.0)
