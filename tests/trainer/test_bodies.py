@@ -14,8 +14,8 @@ import zstandard
 from holdfast.trainer.app import App
 from holdfast.trainer.service import Bases, Request, Service
 from holdfast.trainer.wire.answers import Offer
-from holdfast.trainer.wire.body import JSON, PROTOBUF, Limits
-from trainer.living import living
+from holdfast.trainer.wire.body import JSON, PROTOBUF, Budget, Limits
+from trainer.living import STEP, begin_model, living
 
 LARGE = 1 << 18
 SMALL = Limits(body_bytes=1 << 20, plain_bytes=2 << 20, all_bytes=3 << 20)
@@ -90,6 +90,27 @@ async def test_a_refused_body_is_freed_at_once(what: str) -> None:
                 await service.answer(Request("POST", f"/api/v1/{name}", headers, raw))
                 kept = tracemalloc.get_traced_memory()[0] - before
                 assert kept < LARGE // 2, f"{name} keeps {kept} bytes"
+
+
+@pytest.mark.parametrize("why", ["all bodies", "operations waiting"])
+async def test_a_body_that_is_put_off_is_freed_at_once(why: str) -> None:
+    """A 503 keeps nothing of the body until it comes again."""
+    tags = {"tags": ["a" * LARGE], "model_id": "", "seq_id": 2, "adam_params": {}}
+    async with living(max_waiting=1) as (trainer, _):
+        core = trainer.core
+        tags["model_id"] = model = await begin_model(core)
+        await core.submit(model, 1, STEP)
+        service = Service(core, trainer.upkeep, NoBases())
+        budget = Budget(0 if why == "all bodies" else 1 << 30)
+        raw = zstandard.compress(json.dumps(tags).encode())
+        headers = {"content-type": JSON, "content-encoding": "zstd"}
+        with without_collector(), budget.share() as share:
+            request = Request("POST", "/api/v1/optim_step", headers, raw, share=share)
+            answer = await service.answer(request)
+            kept, _ = tracemalloc.get_traced_memory()
+        assert answer.status == 503
+        assert why in answer.body.decode()
+        assert kept < LARGE // 2
 
 
 class Caller:

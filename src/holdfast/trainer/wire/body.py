@@ -98,12 +98,11 @@ class Share:
         """Hold so many bytes more, or raise `Unavailable`: then the request must end."""
         budget = self._budget
         if budget.held_bytes + count > budget.limit_bytes:
-            error = Unavailable(
+            raise Unavailable(
                 f"the requests in work hold {budget.held_bytes} bytes of the "
-                f"{budget.limit_bytes} that all bodies together may have: send this one again"
+                f"{budget.limit_bytes} that all bodies together may have: send this one again",
+                retry_after_s=1.0,
             )
-            error.retry_after_s = 1.0
-            raise error
         budget.held_bytes += count
         self.bytes += count
 
