@@ -4,9 +4,12 @@ Time is virtual throughout, so that the waits which are asserted are exact.
 """
 
 import asyncio
+import contextlib
+import gc
 import heapq
 import itertools
 import random
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -823,3 +826,25 @@ def test_subset_against_a_model(kind: str, script: dict[str, list[str]], attempt
         *(key for key in script if key in got.values),
         *(key for key in script if key in got.failures),
     ]
+
+
+def test_what_a_failed_call_held_is_freed_with_its_error() -> None:
+    """The error does not refer to itself: nothing waits for the collector of cycles."""
+
+    class Large:
+        pass
+
+    kept: list[weakref.ref[Large]] = []
+
+    def call() -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        raise Unavailable("not now")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(Unavailable):
+            Policy(attempts=2, base_s=0.0).call(call)
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()

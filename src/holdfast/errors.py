@@ -71,8 +71,10 @@ class HoldfastError(Exception):
         version: int | None = None,
         epoch: int | None = None,
         attempt: int | None = None,
+        retry_after_s: float = 0.0,
     ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.key = key
         self.version = version
         self.epoch = epoch

@@ -214,7 +214,10 @@ class Policy:
             _note(error, f"attempt {attempt} of {self.attempts}: {verdict} {detail}".rstrip())
             if isinstance(error, HoldfastError):
                 error.attempt = attempt
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or the error would hold itself, and what `fn` has, by its traceback
 
     @overload
     def subset(self, keys: Keys, call: BatchCall[T], **how: Unpack[How]) -> dict[str, T]: ...

@@ -1,64 +1,13 @@
 """Schedules around the end of a line, step by step, on a ledger in memory."""
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast import ledger as ledgers
 from holdfast.errors import Gone, NotFound
-from holdfast.ledger.runtime import LiveRuntime
-from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments, ToyVault
 from holdfast.trainer import ops
-from holdfast.trainer.policy import Policy
-from holdfast.trainer.records import Keys, Now
-from holdfast.trainer.trainer import Trainer
-
-KEYS = Keys("r", "x", "j")
-STEP = ops.OptimStep()
-
-
-class Slow(ToyCompute):
-    """Begins to compute, and goes on when it may."""
-
-    def __init__(self, runtime: LiveRuntime) -> None:
-        super().__init__(runtime)  # type: ignore[arg-type]  # a runtime is all that it needs
-        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
-
-    async def apply(
-        self, model: str, number: int, op: ops.ForwardBackward | ops.OptimStep
-    ) -> ops.Outcome:
-        self.begun.set()
-        await self.may_end.wait()
-        return await super().apply(model, number, op)
-
-
-@contextlib.asynccontextmanager
-async def living(**policy: float) -> AsyncIterator[tuple[Trainer, Slow]]:
-    """A trainer that carries out, and looks after things only when it is told to."""
-    async with ledgers.open("memory:") as ledger:
-        runtime = LiveRuntime(ledger, seed=1)
-        compute = Slow(runtime)
-        trainer = Trainer(
-            runtime,
-            KEYS,
-            [],
-            compute=compute,
-            segments=lambda term: ToySegments({}, term),
-            vault=lambda journal: ToyVault(runtime, lambda: journal.guards),  # type: ignore[arg-type]
-            wall=time.time,
-            policy=Policy(upkeep_s=3600, **policy),  # type: ignore[arg-type]
-        )
-        await trainer.begin(1, by="me")
-        running = asyncio.create_task(trainer.run())
-        try:
-            async with asyncio.timeout(30):
-                yield trainer, compute
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+from holdfast.trainer.records import Now
+from trainer.living import KEYS, STEP, living
 
 
 async def test_what_is_in_work_when_its_session_ends_has_one_result() -> None:

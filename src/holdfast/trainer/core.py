@@ -364,9 +364,8 @@ class Core:
                     f"carried out last: numbers follow each other (at most {MAX_AHEAD} ahead)"
                 )
             if state.line.waiting() + len(state.pending) >= self.policy.max_waiting:
-                error = Unavailable(f"{name} has {state.line.waiting()} operations waiting")
-                error.retry_after_s = 1.0
-                raise error
+                waiting = f"{name} has {state.line.waiting()} operations waiting"
+                raise Unavailable(waiting, retry_after_s=1.0)
             await self.append(state, number, op, refused=refused, also=also)
         elif writing is not None:
             await asyncio.shield(writing)

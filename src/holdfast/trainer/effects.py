@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast import events, faults
+from holdfast import faults
 from holdfast.errors import Gone, Mistake, NotFound, Retriable
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
-from holdfast.trainer.journal import Write
+from holdfast.trainer.journal import Write, patient
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import SAMPLER, STATE, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
@@ -34,16 +34,9 @@ T = TypeVar("T")
 
 CHECKPOINTS = 2
 """How many checkpoints of a model are kept."""
-_WAIT_S = 0.5
 
 EXPORTED = faults.declare("trainer.publish.kept", "sampler weights kept, not recorded")
 SAVED = faults.declare("trainer.save.kept", "saved weights kept, not recorded")
-
-
-class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
-    """Something cannot be kept at the moment; it is tried again."""
-
-    reason: str
 
 
 @dataclass
@@ -98,16 +91,8 @@ class Effects:
 
     async def patient(self, call: Callable[[], Awaitable[T]]) -> T:
         """Wait for room, on a disk or wherever; what was asked for is not lost meanwhile."""
-        runtime = self._core.runtime
-        until = runtime.now() + self._core.policy.room_s
-        while True:
-            try:
-                return await call()
-            except Retriable as error:
-                if runtime.now() >= until:
-                    raise
-                events.emit(Waiting(reason=str(error)))
-                await runtime.sleep(_WAIT_S)
+        core = self._core
+        return await patient(core.runtime, core.policy.room_s, Retriable, call)
 
     # ---- models ----------------------------------------------------------------
 

@@ -6,15 +6,17 @@
 - Because there is one writer, a write whose outcome is unknown is simply sent again: it
   writes the same bytes under the same keys, or finds that it was fenced.
 - Writes that come while a transaction is under way go together into the next one.
+- A ledger without room is waited for, as any full disk is: for the trainer's `room_s`.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from holdfast import events
-from holdfast.errors import Conflict, Fenced, TimedOut, Unavailable, UnknownOutcome
+from holdfast.errors import Conflict, Fenced, NoRoom, TimedOut, Unavailable, UnknownOutcome
 from holdfast.ledger.records import decode, load, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import (
@@ -24,6 +26,7 @@ from holdfast.ledger.types import (
     Delete,
     Get,
     Put,
+    Txn,
     absent,
     unchanged,
 )
@@ -40,16 +43,21 @@ from holdfast.trainer.records import (
     number_of,
 )
 
-__all__ = ["Book", "Journal", "Write"]
+__all__ = ["ROOM_S", "Book", "Journal", "Waiting", "Write", "patient"]
+
+T = TypeVar("T")
 
 Write = Put | Delete
 
 DEADLINE_S = 60.0
 """How long a ledger may be out of reach before a trainer gives up."""
+ROOM_S = 300.0
+"""How long to wait for room on a full disk."""
 _FENCED = "another process acts for this job's trainer now: this one must end"
 _ATTEMPTS = 16
 _PAUSE_S = 0.05
 _PAUSE_MOST_S = 1.0
+_WAIT_S = 0.5
 
 
 class Seated(events.Event, frozen=True, tag="trainer.seated"):
@@ -58,6 +66,27 @@ class Seated(events.Event, frozen=True, tag="trainer.seated"):
     job: str
     term: int
     epoch: int
+
+
+class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
+    """Something cannot be kept at the moment; it is tried again."""
+
+    reason: str
+
+
+async def patient(
+    runtime: Runtime, room_s: float, on: type[Exception], call: Callable[[], Awaitable[T]]
+) -> T:
+    """Try again what fails with `on`, for want of room or of whatever, for `room_s`."""
+    until = runtime.now() + room_s
+    while True:
+        try:
+            return await call()
+        except on as error:
+            if runtime.now() >= until:
+                raise
+            events.emit(Waiting(reason=str(error)))
+            await runtime.sleep(_WAIT_S)
 
 
 @dataclass
@@ -90,11 +119,13 @@ class Journal:
         guards: Sequence[Compare] = (),
         *,
         deadline_s: float = DEADLINE_S,
+        room_s: float = ROOM_S,
     ) -> None:
         self._runtime = runtime
         self.keys = keys
         self._guards = tuple(guards)
         self._deadline_s = deadline_s
+        self._room_s = room_s
         self._queue: deque[_Waiting] = deque()
         self._flushing: asyncio.Task[None] | None = None
         self._seat: Compare | None = None
@@ -134,10 +165,8 @@ class Journal:
                     term=old.term + 1 if old else 1, epoch=epoch, cycle=cycle, by=by, at=at
                 )
                 held = unchanged(stored.entry) if stored else absent(self.keys.seat)
-                txn = await self._runtime.ledger.txn(
-                    [held, *self._guards],
-                    [put(self.keys.seat, seat)],
-                    [Get(self.keys.seat)],
+                txn = await self._txn(
+                    [held, *self._guards], [put(self.keys.seat, seat)], [Get(self.keys.seat)]
                 )
             except (Unavailable, UnknownOutcome):
                 continue
@@ -262,13 +291,13 @@ class Journal:
         return batch
 
     async def _commit(self, writes: Sequence[Write]) -> None:
-        until = self._runtime.now() + self._deadline_s
-        attempt = 0
+        until, attempt = None, 0
         while True:
             attempt += 1
             try:
-                txn = await self._runtime.ledger.txn(self.guards, writes)
+                txn = await self._txn(self.guards, writes)
             except (Unavailable, UnknownOutcome) as error:
+                until = until or self._runtime.now() + self._deadline_s
                 if self._runtime.now() >= until:
                     raise TimedOut(
                         f"the ledger could not be written for {self._deadline_s:g} s: {error}"
@@ -278,6 +307,15 @@ class Journal:
             if not txn.succeeded:
                 raise Fenced(_FENCED)
             return
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Write], otherwise: Sequence[Get] = ()
+    ) -> Txn:
+        """A transaction that waits for room in the ledger."""
+        ledger = self._runtime.ledger
+        return await patient(
+            self._runtime, self._room_s, NoRoom, lambda: ledger.txn(compare, then, otherwise)
+        )
 
     async def _pause(self, attempt: int) -> None:
         most = min(_PAUSE_MOST_S, _PAUSE_S * 2 ** min(attempt, 10))

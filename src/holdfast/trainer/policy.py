@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.timeouts import DEFAULTS
+from holdfast.trainer.journal import ROOM_S
 
 __all__ = ["Policy"]
 
@@ -51,7 +52,7 @@ class Policy(BaseModel):
         description="An operation during which so many trainers died is not tried again.",
     )
     room_s: float = Field(
-        default=300.0, ge=0, description="How long to wait for room on a full disk."
+        default=ROOM_S, ge=0, description="How long to wait for room on a full disk."
     )
     session_s: float = Field(
         default=86_400.0, gt=0, description="A session that is not heard of for so long ends."

@@ -29,7 +29,7 @@ from holdfast.trainer.state import Pending
 from holdfast.trainer.upkeep import Upkeep
 from holdfast.trainer.wire import answers, references, requests
 from holdfast.trainer.wire.answers import Answer
-from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered
+from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered, Share
 
 if TYPE_CHECKING:
     from holdfast.transfer import Store
@@ -73,18 +73,23 @@ class Request:
         headers: Mapping[str, str],
         body: bytes,
         query: str = "",
+        share: Share | None = None,
     ) -> None:
+        """`share`: what its body may hold of the memory for all bodies."""
         self.method = method
         self.path = path
         self.query = dict(parse_qsl(query[:_MAX_QUERY]))
         self.headers = headers
         self.raw = body
+        self._share = share
 
     def body(self, limits: Limits) -> bytes:
-        """The body, decompressed."""
-        return requests.read_body(
-            self.raw, self.content_type, self.headers.get("content-encoding", ""), limits
-        )
+        """The body, decompressed. `Unavailable` when all bodies together are too much."""
+        coding = self.headers.get("content-encoding", "")
+        plain = requests.read_body(self.raw, self.content_type, coding, limits)
+        if self._share is not None and plain is not self.raw:
+            self._share.take(len(plain))
+        return plain
 
     @property
     def content_type(self) -> str:
@@ -146,9 +151,13 @@ class Service:
         try:
             return await self._dispatch(request)
         except HoldfastError as error:
-            answer = answers.refusal(error)
-            events.emit(Refused(path=request.path[:80], status=answer.status, reason=str(error)))
-            return answer
+            return self.refusal(request.path, error)
+
+    def refusal(self, path: str, error: HoldfastError) -> Answer:
+        """The answer to a request that is not served."""
+        answer = answers.refusal(error)
+        events.emit(Refused(path=path[:80], status=answer.status, reason=str(error)))
+        return answer
 
     async def _dispatch(self, request: Request) -> Answer:
         if not request.path.startswith(PREFIX):

@@ -55,7 +55,7 @@ class Trainer:
         self._wall = wall
         self._tell = tell
         self._owner = owner
-        self.journal = self.journal_type(runtime, keys, guards)
+        self.journal = self.journal_type(runtime, keys, guards, room_s=self._policy.room_s)
         self.core: Core
         self.runner: Runner
         self.upkeep: Upkeep

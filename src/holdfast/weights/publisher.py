@@ -325,10 +325,15 @@ class Publisher:
                 await self._book.check_writer()
                 if isinstance(error, Corrupt):
                     raise
-                told = translate(error, f"version {step} was not published")
-                if isinstance(told, NoRoom):
-                    told = NoRoom(f"{told}{await self._told_holders()}", version=step)
-                raise told from error
+                # Not kept in a name: an error that its own frame refers to is a cycle, and
+                # would keep the tensors until the collector comes.
+                raise await self._told(error, step) from error
+
+    async def _told(self, error: OSError, step: int) -> HoldfastError:
+        told = translate(error, f"version {step} was not published")
+        if isinstance(told, NoRoom):
+            return NoRoom(f"{told}{await self._told_holders()}", version=step)
+        return told
 
     async def _told_holders(self) -> str:
         """Who keeps how much on a disk that is full; empty if that cannot be found out."""

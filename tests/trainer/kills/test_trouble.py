@@ -1,7 +1,5 @@
 """No room on the disk, no way to the ledger: the client only waits, and the end is the same."""
 
-import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from gateway.service import wait_for
 from holdfast.procs import spawn
 from holdfast.servers import EtcdServer
 from patience import HANG_S
+from trainer.disks import full, small
 from trainer.house import JOB, House, house
 from trainer.kills.conftest import Reference
 from trainer.kills.story import POLICY, STEPS, Audit, tell
@@ -36,27 +35,8 @@ ledger.execute("ROLLBACK")
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of ten megabytes, where trainers keep their files."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
-    folder = tmp_path / "trainers"
-    folder.mkdir()
-    size = f"size={DISK_BYTES}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def _full(folder: Path) -> Iterator[None]:
-    """Leave no room, not for one page."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
-    try:
-        yield
-    finally:
-        ballast.unlink()
+    with small(tmp_path / "trainers", DISK_BYTES) as folder:
+        yield folder
 
 
 def _stands_still(audit: Audit) -> int:
@@ -83,7 +63,7 @@ def test_the_disk_is_full_for_a_while(
 
         def meanwhile() -> None:
             audit.wait(8)
-            with _full(small_disk):
+            with full(small_disk):
                 count = _stands_still(audit)
                 if killed:
                     there.kill_trainer()
@@ -145,4 +125,28 @@ def test_etcd_is_away_for_a_while(tmp_path: Path, reference: Reference, how: str
                 (etcd.resume if how == "pause" else etcd.restart)()
 
             told = tell(there, audit, meanwhile, url=url)
+    told.check(expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_ledgers_disk_is_full_for_a_while(tmp_path: Path, reference: Reference) -> None:
+    """There is no room for a record: the trainer waits, lives on, and ends with the same bits."""
+    expected = reference(STEPS).told
+    with small(tmp_path / "ledger", DISK_BYTES) as disk:
+        url = f"sqlite:///{disk}/ledger.db"
+        with (
+            house(tmp_path / "house", policy=POLICY, ledger=url) as there,
+            Audit(there, url) as audit,
+        ):
+
+            def meanwhile() -> None:
+                audit.wait(8)
+                with full(disk):
+                    count = _stands_still(audit)
+                    assert count < len(expected.kinds) - 3
+
+            told = tell(there, audit, meanwhile, url=url)
+            assert there.epoch() == 1, there.log()
+            assert told.terms == 1, there.log()
     told.check(expected)

@@ -2,6 +2,8 @@
 
 - Nothing is decompressed beyond its limit, whatever its header says: a bomb costs at most
   `Limits.plain_bytes` and one step.
+- All requests together hold at most `Limits.all_bytes` of bodies (`Budget`). An error never
+  refers to itself through its traceback: what it was raised for is freed with it.
 - What cannot be read is a `Mistake` that names the field. Where a request can be told by its
   model and number all the same, it is a `BadOp`, so that the number can be used up: its
   sender will never send it again, and those behind it must not wait.
@@ -15,7 +17,7 @@ from typing import Annotated, TypeVar
 import msgspec
 import zstandard
 
-from holdfast.errors import Mistake, TooLarge
+from holdfast.errors import Mistake, TooLarge, Unavailable
 from holdfast.trainer.ops import Op
 
 __all__ = [
@@ -23,9 +25,11 @@ __all__ = [
     "JSON",
     "PROTOBUF",
     "BadOp",
+    "Budget",
     "Id",
     "Limits",
     "Numbered",
+    "Share",
     "blaming",
     "decode",
     "is_protobuf",
@@ -52,6 +56,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     body_bytes: int = 64 << 20
     plain_bytes: int = 256 << 20
+    all_bytes: int = 512 << 20
+    """Of the bodies of all requests that are in work, as they came and decompressed."""
     datums: int = 4096
     tokens: int = 4 << 20
     elements: int = 32 << 20
@@ -62,6 +68,43 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT_LIMITS = Limits()
+
+
+class Budget:
+    """What the bodies of all requests may hold in memory together. Beyond: `Unavailable`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def share(self) -> "Iterator[Share]":
+        """One request's part of it, given back at the end."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self.held_bytes -= share.bytes
+
+
+class Share:
+    """What one request holds."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.bytes = 0
+
+    def take(self, count: int) -> None:
+        """Hold so many bytes more, or raise `Unavailable`: then the request must end."""
+        budget = self._budget
+        if budget.held_bytes + count > budget.limit_bytes:
+            raise Unavailable(
+                f"the requests in work hold {budget.held_bytes} bytes of the "
+                f"{budget.limit_bytes} that all bodies together may have: send this one again",
+                retry_after_s=1.0,
+            )
+        budget.held_bytes += count
+        self.bytes += count
 
 
 class BadOp(Mistake):
@@ -153,8 +196,10 @@ def numbered(body: bytes, kind: type[Kind]) -> tuple[str, int, Kind]:
     try:
         told = decode(body, _Number)
     except Mistake as error:
-        model, seq = _salvage(body, error)
-        raise BadOp(f"{error}", model=model, seq=seq) from error
+        found = _salvage(body)
+        if found is None:
+            raise
+        raise BadOp(f"{error}", model=found[0], seq=found[1]) from error
     with blaming(told.model_id, told.seq_id):
         return told.model_id, told.seq_id, decode(body, kind)
 
@@ -168,9 +213,9 @@ def number(given: object) -> tuple[str, int]:
     return told.model_id, told.seq_id
 
 
-def _salvage(body: bytes, error: Mistake) -> tuple[str, int]:
+def _salvage(body: bytes) -> tuple[str, int] | None:
     """The number of a body that is JSON but for a NaN in it, which some clients write."""
     try:
         return number(json.loads(body))
     except (Mistake, ValueError, RecursionError):
-        raise error from None
+        return None

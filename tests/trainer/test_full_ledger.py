@@ -1,0 +1,90 @@
+"""The disk of the ledger is full: the trainer waits for room, and so does its successor."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import events
+from holdfast import ledger as ledgers
+from holdfast.errors import Fenced, NoRoom
+from holdfast.trainer.core import Core
+from holdfast.trainer.journal import Waiting
+from trainer.disks import full, small
+from trainer.living import begin_model, living, step
+
+DISK_BYTES = 4 << 20
+
+
+@pytest.fixture
+def waits(tmp_path: Path) -> Iterator[list[Waiting]]:
+    """What trainers of this process have waited for."""
+    found: list[Waiting] = []
+
+    def see(event: events.Event) -> None:
+        if isinstance(event, Waiting):
+            found.append(event)
+
+    events.configure(tmp_path / "events", "trainer", sinks=[see])
+    yield found
+    events.unconfigure()
+
+
+async def _until_it_waits(core: Core, model: str, waits: list[Waiting]) -> "asyncio.Task[float]":
+    """Take steps until there is no room for the result of one; that one."""
+    number = 0
+    while True:
+        number += 1
+        task = asyncio.create_task(step(core, model, number))
+        while not task.done():
+            if waits:
+                return task
+            await asyncio.wait([task], timeout=0.05)
+
+
+@pytest.mark.timeout(60)
+async def test_a_trainer_waits_for_room_in_its_ledger(
+    tmp_path: Path, waits: list[Waiting]
+) -> None:
+    """Nothing fails, nothing is lost, and a successor that begins meanwhile waits as well."""
+    with small(tmp_path / "disk", DISK_BYTES) as disk:
+        url = f"sqlite:///{disk}/ledger.db"
+        async with ledgers.open(url) as ledger, living(ledger) as (trainer, compute):
+            compute.may_end.set()
+            model = await begin_model(trainer.core)
+            with full(disk):
+                stuck = await _until_it_waits(trainer.core, model, waits)
+                assert "no room" in waits[0].reason
+                successor = living(ledger, term=2)
+                begun = asyncio.create_task(successor.__aenter__())
+                seen = len(waits)
+                while len(waits) < seen + 3:
+                    await asyncio.sleep(0.05)
+                assert trainer.journal.failure is None
+                assert not begun.done()
+            # What the first one still had to record is recorded, or it finds that it was replaced.
+            with contextlib.suppress(Fenced):
+                assert await stuck
+            later, _ = await begun
+            try:
+                assert model in later.core.lines
+            finally:
+                await successor.__aexit__(None, None, None)
+
+
+@pytest.mark.timeout(60)
+async def test_patience_has_an_end(tmp_path: Path, waits: list[Waiting]) -> None:
+    """After `room_s` the trainer ends, and says what is full."""
+    with small(tmp_path / "disk", DISK_BYTES) as disk:
+        url = f"sqlite:///{disk}/ledger.db"
+        async with ledgers.open(url) as ledger, living(ledger, room_s=0.1) as (trainer, compute):
+            compute.may_end.set()
+            model = await begin_model(trainer.core)
+            with full(disk):
+                stuck = await _until_it_waits(trainer.core, model, waits)
+                with pytest.raises(NoRoom, match="no room"):
+                    await trainer.journal.failed()
+                with pytest.raises(NoRoom, match="no room"):
+                    await stuck
