@@ -149,6 +149,10 @@ class Service:
             answer = answers.refusal(error)
             events.emit(Refused(path=request.path[:80], status=answer.status, reason=str(error)))
             return answer
+        except Exception as error:  # noqa: BLE001 -- a bug is told, and is no reason to end
+            reason = f"{type(error).__name__}: {error}"
+            events.emit(Refused(path=request.path[:80], status=500, reason=reason))
+            return answers.problem(500, "internal", f"the trainer has a bug: {reason}")
 
     async def _dispatch(self, request: Request) -> Answer:
         if not request.path.startswith(PREFIX):
@@ -228,7 +232,8 @@ class Service:
     async def _delete(self, name: str) -> Answer:
         match name.split("/"):
             case ["training_runs", model, "checkpoints", folder, saved]:
-                await self._core.delete_save((model, folder, saved))
+                async with self._core.sure():
+                    await self._core.saves.delete((model, folder, saved))
                 return answers.plain({})
             case _:
                 raise NotFound(f"there is no {name[:80]}")
@@ -334,7 +339,7 @@ class Service:
         return await self._submit(ask)
 
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
-        _, save = self._core.find_save(requests.weights_info(body))
+        _, save = self._core.saves.find(requests.weights_info(body))
         lora = save.lora
         trained = (
             {}
