@@ -168,17 +168,26 @@ class Service:
         if name.startswith("sessions/") and name.endswith("/finish"):
             await self._upkeep.end_session(name.split("/")[1])
             return answers.plain({})
-        handler = self._posts.get(name)
-        if handler is None:
-            raise NotFound(f"there is no {name[:80]}")
-        body = request.body(self._limits)
+        body = request.raw
         try:
+            body = request.body(self._limits)
+            handler = self._posts.get(name)
+            if handler is None:
+                raise NotFound(f"there is no operation {name[:80]!r} here")
             return await handler(body, request)
         except BadOp as error:
             return await self._refuse(error)
+        except Mistake as error:
+            told = requests.number_of(body, request.content_type)
+            if told is None or told[0] not in self._core.lines:
+                raise
+            return await self._refuse(BadOp(str(error), model=told[0], seq=told[1]))
 
     async def _refuse(self, error: BadOp) -> Answer:
-        """Use the number of a bad operation up, so that those behind it need not wait."""
+        """Use the number of a bad operation up, so that those behind it need not wait.
+
+        Whatever was wrong with it, and whether anything here knows such an operation or not.
+        """
         failed = Failed(error=str(error))
         skip = ops.Skip(reason="refused")
         request = await self._core.submit(error.model, error.seq, skip, refused=failed)
