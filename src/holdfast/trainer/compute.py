@@ -38,7 +38,7 @@ class TorchCompute:
         self._bases = {name: bases.read_facts(name, path) for name, path in folders.items()}
         self._make = make
         self._made: tuple[Machine, Ranks] | None = None
-        self._in_step = True
+        self.in_step = True
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "compute")
 
     def _have(self) -> "tuple[Machine, Ranks]":
@@ -50,15 +50,19 @@ class TorchCompute:
         """Have an order carried out."""
 
         def there() -> "Answer":
-            from holdfast.trainer.orders import Order, lead
+            import torch
+
+            from holdfast.trainer.orders import Order, is_shared, lead
 
             machine, ranks = self._have()
             try:
                 return lead(machine, ranks, Order(kind=kind, **details), snapshot)
             except Mistake:
                 raise
-            except BaseException:
-                self._in_step = False
+            except BaseException as error:
+                # A device that has failed once fails for the rest of the process.
+                failed = isinstance(error, torch.AcceleratorError)
+                self.in_step = self.in_step and not (failed or is_shared(machine, ranks, kind))
                 raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, there)
@@ -151,7 +155,7 @@ class TorchCompute:
         After an error they may be in the middle of something, and would take the word for an
         answer in that. Then this process ends without it, and they notice.
         """
-        if self._made is not None and self._made[1].size > 1 and self._in_step:
+        if self._made is not None and self._made[1].size > 1 and self.in_step:
             await self._do("end")
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -10,7 +10,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -18,12 +18,11 @@ from holdfast import faults
 from holdfast.errors import Exists, Gone, Mistake, NotFound, Unavailable
 from holdfast.ledger.records import put
 from holdfast.ledger.runtime import Runtime
-from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
 from holdfast.trainer.journal import Book, Journal, Write
 from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.paths import STATE, parse, unparse
+from holdfast.trainer.paths import parse
 from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import (
     Content,
@@ -32,10 +31,9 @@ from holdfast.trainer.records import (
     Place,
     Result,
     Sampler,
-    Save,
     Session,
-    check_name,
 )
+from holdfast.trainer.saves import Saves, Tell
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments, content_of, read_content
 from holdfast.trainer.state import (
@@ -48,10 +46,7 @@ from holdfast.trainer.state import (
     sampler_name,
 )
 
-__all__ = ["Core", "Tell"]
-
-Tell = Callable[[str, Save, str | None], Sequence[Write]]
-"""What to record elsewhere of a save: its path, its record and its hash; None: it is deleted."""
+__all__ = ["Core"]
 
 MAX_AHEAD = 16_384
 """How far a number may be ahead: what is missing in between is given up one by one."""
@@ -75,7 +70,6 @@ class Core:
         owner: str = "",
     ) -> None:
         """`tell`: what to record elsewhere when something is saved or deleted; see `Tell`."""
-        self.tell = tell
         self.owner = owner
         self.runtime = runtime
         self.journal = journal
@@ -89,7 +83,7 @@ class Core:
         self.sessions: dict[str, Session] = {}
         self.seen: dict[str, float] = {}
         """When a session was last heard of, by our own clock."""
-        self.saves: dict[tuple[str, str, str], Save] = {}
+        self.saves = Saves(journal, vault, wall, tell)
         self.work = asyncio.Event()
         """There may be something to be carried out."""
         self.young: set[Place] = set()
@@ -103,7 +97,7 @@ class Core:
         now = self.runtime.now()
         self.sessions = dict(book.sessions)
         self.seen = {name: now for name, one in book.sessions.items() if not one.ended}
-        self.saves = dict(book.saves)
+        self.saves.open(book.saves)
         for name, model in book.models.items():
             newest = None if model.ended else await self.vault.newest(checkpoints_of(name))
             done = -1 if newest is None else newest
@@ -177,7 +171,7 @@ class Core:
         name = f"{session}-{check_number(seq)}"
         base, lora = op.base, op.lora
         if op.load is not None:
-            _, save = self.find_save(op.load.path)
+            _, save = self.saves.find(op.load.path)
             base, lora = op.base or save.base, save.lora
         model = Model(session=session, base=base, lora=lora, created_at=self.wall())
         state = self.lines.get(name)
@@ -214,7 +208,7 @@ class Core:
             return name
         sampler = Sampler(session=session, base=base)
         if path:
-            _, save = self.find_save(path)
+            _, save = self.saves.find(path)
             sampler = Sampler(
                 session=session,
                 base=save.base,
@@ -274,21 +268,6 @@ class Core:
         model = self.lines.get(made[0])
         return model is not None and made[1] <= model.line.done
 
-    def find_save(self, path: str, model: str = "") -> tuple[tuple[str, str, str], Save]:
-        """What was saved there, and where that is.
-
-        Fireworks' client gives a name alone: it means this model's, or else the newest of it.
-        """
-        if "://" in path:
-            wheres = [parse(path)]
-        else:
-            check_name("save", path)
-            wheres = [one for one in self.saves if one[1:] == (STATE, path)]
-            wheres.sort(key=lambda one: (one[0] == model, self.saves[one].created_at))
-        if not wheres or wheres[-1] not in self.saves:
-            raise NotFound(f"nothing was saved as {path[:200]}")
-        return wheres[-1], self.saves[wheres[-1]]
-
     async def unload(self, name: str, op: ops.Unload) -> str:
         """Promise to forget a model. It has no number of its own: it is the last one."""
         async with self.sure():
@@ -306,18 +285,6 @@ class Core:
                     return f"{name}:{number}"
             used = (state.line.done, *state.line.entries, *state.pending)
             return await self.submit(name, max(used) + 1, op)
-
-    async def delete_save(self, where: tuple[str, str, str]) -> None:
-        """Delete what was saved. Its name may be used again."""
-        async with self.sure():
-            save = self.saves.get(where)
-            if save is None:
-                raise NotFound(f"nothing was saved as {unparse(*where)[:200]}")
-            del self.saves[where]
-            told = self.tell(unparse(*where), save, None)
-            await self.journal.write(Delete(self.keys.save(*where)), *told)
-            # From here on nobody finds it: what is left of it are files.
-            await self.vault.drop(channel_of(*where))
 
     # ---- operations ------------------------------------------------------------
 

@@ -1,7 +1,14 @@
 """What operations do: to models, to the vault, and what is to be recorded of it.
 
 Nothing here is durable by itself: an `Effect` says what belongs together with the result, and
-`runner.py` records it. Whatever raises `Mistake` has had no effect.
+`runner.py` records it.
+
+**No answer to a caller ends the process**, and `Effects.carry_out` is the one place that sees to
+it. `Mistake` (the caller's) and `NotDone` (the server's: weights that are damaged) have had no
+effect, whatever the operation. Of an operation that only reads, neither has any other error. What
+is raised from there is left: the trainer was replaced (`Fenced`), it is not known what the ledger
+has (`UnknownOutcome`), or a model in memory may be half changed. Then a successor begins from the
+journal.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,15 +17,24 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast import faults
-from holdfast.errors import Gone, Mistake, NotFound, Retriable
+from holdfast import events, faults
+from holdfast.errors import (
+    Corrupt,
+    Fenced,
+    Gone,
+    LeaseLost,
+    Mistake,
+    NotFound,
+    Retriable,
+    UnknownOutcome,
+)
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Write, patient
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import SAMPLER, STATE, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
-from holdfast.trainer.seams import Kept
+from holdfast.trainer.seams import Kept, Snapshot
 from holdfast.trainer.state import (
     State,
     channel_of,
@@ -37,6 +53,18 @@ CHECKPOINTS = 2
 
 EXPORTED = faults.declare("trainer.publish.kept", "sampler weights kept, not recorded")
 SAVED = faults.declare("trainer.save.kept", "saved weights kept, not recorded")
+
+
+class Unexpected(events.Event, frozen=True, tag="trainer.unexpected"):
+    """An operation that only reads failed in a way that nobody has thought of."""
+
+    line: str
+    number: int
+    reason: str
+
+
+class NotDone(Exception):
+    """The server cannot do it, and nothing was changed."""
 
 
 @dataclass
@@ -59,40 +87,52 @@ class Effects:
         self._core = core
 
     async def carry_out(self, state: State, number: int, op: Op) -> Effect:
-        """Do it. What the caller has done wrong is a result, and has no effect."""
+        """Do it, or say why not: see the module."""
         try:
-            if isinstance(op, ops.Sample):
-                return Effect(await self._sample(state, number, op))
-            if not isinstance(op, ops.CreateModel):
-                await self._have(state)
-            match op:
-                case ops.CreateModel():
-                    return await self._create(state, number, op)
-                case ops.ForwardBackward() | ops.OptimStep():
-                    return Effect(await self._core.compute.apply(state.name, number, op))
-                case ops.SaveWeights():
-                    return await self._save(state, number, op)
-                case ops.SaveForSampler():
-                    return await self._publish(state, number, op)
-                case ops.Publish():
-                    return await self._publish_version(state, op)
-                case ops.LoadWeights():
-                    return await self._load(state, number, op)
-                case ops.Unload():
-                    return await self._unload(state)
-                case ops.Skip():
-                    return Effect(Failed(error=op.reason))
+            return await self._carry_out(state, number, op)
         except Mistake as error:
             return Effect(Failed(error=str(error)))
-        except Retriable as error:
-            if changes_state(op):
-                raise  # perhaps half done: begin again from the journal
+        except NotDone as error:
             return Effect(Failed(error=str(error), category="server"))
+        except (Fenced, UnknownOutcome):
+            raise
+        except Exception as error:
+            if changes_state(op) or not self._core.compute.in_step:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            events.emit(Unexpected(line=state.name, number=number, reason=reason))
+            return Effect(Failed(error=reason, category="server"))
+
+    async def _carry_out(self, state: State, number: int, op: Op) -> Effect:
+        if isinstance(op, ops.Sample):
+            return Effect(await self._sample(state, number, op))
+        if not isinstance(op, ops.CreateModel):
+            await self._have(state)
+        match op:
+            case ops.CreateModel():
+                return await self._create(state, number, op)
+            case ops.ForwardBackward() | ops.OptimStep():
+                return Effect(await self._core.compute.apply(state.name, number, op))
+            case ops.SaveWeights():
+                return await self._save(state, number, op)
+            case ops.SaveForSampler():
+                return await self._publish(state, number, op)
+            case ops.Publish():
+                return await self._publish_version(state, op)
+            case ops.LoadWeights():
+                return await self._load(state, number, op)
+            case ops.Unload():
+                return await self._unload(state)
+            case ops.Skip():
+                return Effect(Failed(error=op.reason))
 
     async def patient(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Wait for room, on a disk or wherever; what was asked for is not lost meanwhile."""
+        """Wait for room, on a disk or wherever; what was asked for is not lost meanwhile.
+
+        Only for calls that may be made twice: the first one may have taken effect.
+        """
         core = self._core
-        return await patient(core.runtime, core.policy.room_s, Retriable, call)
+        return await patient(core.runtime, core.policy.room_s, (Retriable, UnknownOutcome), call)
 
     # ---- models ----------------------------------------------------------------
 
@@ -100,16 +140,42 @@ class Effects:
         """Make sure that the model is in memory, as it was at its last checkpoint."""
         if state.loaded:
             return
-        core, model = self._core, state.model
-        assert model is not None
+        if state.lost:
+            raise NotDone(state.lost)
         if state.restorable is None:
             # Its creation failed: whatever is asked of it fails, too.
             raise NotFound(f"the model {state.name} could not be created")
+        try:
+            await self._restore(state, state.restorable)
+        except LeaseLost:
+            raise
+        except (Corrupt, Gone, Mistake) as error:
+            await self.give_up(state, f"it cannot be restored: {error}")
+            raise NotDone(state.lost) from error
+
+    async def give_up(self, state: State, reason: str) -> None:
+        """This trainer cannot go on with a model: what is asked of it fails, others go on."""
+        state.lost = f"the model {state.name} is lost: {reason}"
+        state.loaded = False
+        await self._core.compute.drop(state.name)
+
+    async def _restore(self, state: State, version: int) -> None:
+        core, model = self._core, state.model
+        assert model is not None
         # What was passed over since then had no effect on it.
-        channel, version = checkpoints_of(state.name), state.restorable
+        channel = checkpoints_of(state.name)
         kept = await self.patient(lambda: core.vault.load(channel, version))
         await core.compute.restore(state.name, model.base, model.lora, kept)
         state.loaded = True
+
+    async def _weights(self, what: str, channel: str, version: int) -> Snapshot:
+        """Weights that an operation needs. Nothing has been done yet when they are not there."""
+        try:
+            return await self.patient(lambda: self._core.vault.load(channel, version))
+        except (Retriable, UnknownOutcome, LeaseLost, Corrupt) as error:
+            raise NotDone(f"{what} cannot be read: {error}") from error
+        except (Gone, NotFound) as error:
+            raise Mistake(f"{what} are no longer kept: {error}") from error
 
     async def _create(self, state: State, number: int, op: ops.CreateModel) -> Effect:
         core, model = self._core, state.model
@@ -121,7 +187,7 @@ class Effects:
         try:
             created = ops.Created(model=state.name, path=op.load.path)
             return await self._load(state, number, op.load, created)
-        except Mistake:
+        except (Mistake, NotDone):
             await core.compute.drop(state.name)
             state.loaded = False
             raise
@@ -130,13 +196,10 @@ class Effects:
         self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
     ) -> Effect:
         core = self._core
-        where, save = core.find_save(op.path, state.name)
+        where, save = core.saves.find(op.path, state.name)
         if op.optimizer and not save.optimizer:
             raise Mistake(f"{op.path} has no optimizer state: load it without")
-        try:
-            kept = await self.patient(lambda: core.vault.load(channel_of(*where), save.version))
-        except (Gone, NotFound) as error:
-            raise Mistake(f"{op.path} is no longer there: {error}") from error
+        kept = await self._weights(f"the weights {op.path}", channel_of(*where), save.version)
         await core.compute.load(state.name, kept, optimizer=op.optimizer)
         state_now = await core.compute.capture(state.name)
         await core.journal.flushed()
@@ -164,7 +227,7 @@ class Effects:
         kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
         await faults.apoint(SAVED)
         save = self._record(state, name, number, kept, op.ttl_s, optimizer=True)
-        told = core.tell(unparse(*where), save, kept.hash)
+        told = core.saves.tell(unparse(*where), save, kept.hash)
         return Effect(ops.Saved(path=unparse(*where)), told, save=(where, save))
 
     async def _publish(self, state: State, number: int, op: ops.SaveForSampler) -> Effect:
@@ -196,7 +259,7 @@ class Effects:
         kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
         await faults.apoint(EXPORTED)
         save = self._record(state, name, number, kept, op.ttl_s, optimizer=False)
-        told = core.tell(unparse(*where), save, kept.hash)
+        told = core.saves.tell(unparse(*where), save, kept.hash)
         return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
 
     async def _publish_version(self, state: State, op: ops.Publish) -> Effect:
@@ -236,16 +299,13 @@ class Effects:
         core, sampler = self._core, state.sampler
         if sampler is None:
             raise Mistake(f"{state.name} is a model: sample with a sampling session")
+        core.saves.check_kept(sampler.channel, sampler.version)
         key = f"{sampler.channel}@{sampler.version}" if sampler.channel else sampler.base
         if not core.compute.has_sampler(key):
             snapshot = None
             if sampler.channel:
-                try:
-                    snapshot = await self.patient(
-                        lambda: core.vault.load(sampler.channel, sampler.version)
-                    )
-                except (Gone, NotFound) as error:
-                    raise Mistake(f"its weights are no longer kept: {error}") from error
+                what = f"the weights of the sampling session {state.name}"
+                snapshot = await self._weights(what, sampler.channel, sampler.version)
             await core.compute.open_sampler(key, sampler.base, sampler.lora, snapshot)
         return await core.compute.sample(key, state.name, number, op)
 

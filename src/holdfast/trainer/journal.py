@@ -75,7 +75,10 @@ class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
 
 
 async def patient(
-    runtime: Runtime, room_s: float, on: type[Exception], call: Callable[[], Awaitable[T]]
+    runtime: Runtime,
+    room_s: float,
+    on: type[Exception] | tuple[type[Exception], ...],
+    call: Callable[[], Awaitable[T]],
 ) -> T:
     """Try again what fails with `on`, for want of room or of whatever, for `room_s`."""
     until = runtime.now() + room_s

@@ -233,7 +233,7 @@ class Machine:
             tenant = self._tenant(f"sampler {key}", base, lora)
             try:
                 tenant.load_state(weights_of(snapshot))
-            except Mistake:
+            except Exception:
                 tenant.base.drop(tenant)
                 raise
         self._samplers[key] = tenant

@@ -20,7 +20,7 @@ from holdfast.trainer.ops import Lora, Outcome
 from holdfast.trainer.ranks import Ranks
 from holdfast.trainer.seams import Snapshot
 
-__all__ = ["END", "Order", "follow", "lead"]
+__all__ = ["END", "Order", "follow", "is_shared", "lead"]
 
 END = "end"
 _READS = ("capture", "export", "open_sampler", "sample", "probe")
@@ -61,9 +61,14 @@ class Followed(events.Event, frozen=True, tag="trainer.rank_ended"):
 
 def lead(machine: Machine, ranks: Ranks, order: Order, snapshot: Snapshot | None = None) -> Answer:
     """Be rank 0: tell everybody, then do it."""
-    if ranks.size > 1 and (machine.spread or order.kind not in _READS):
+    if is_shared(machine, ranks, order.kind):
         ranks.share(msgspec.msgpack.encode(_with(order, snapshot, forms=machine.spread)))
     return None if order.kind == END else _obey(machine, order, snapshot)
+
+
+def is_shared(machine: Machine, ranks: Ranks, kind: str) -> bool:
+    """Whether other ranks take part in such an order."""
+    return ranks.size > 1 and (machine.spread or kind not in _READS)
 
 
 def follow(machine: Machine, ranks: Ranks) -> None:

@@ -175,6 +175,10 @@ class Save(Record, frozen=True, kw_only=True):
     created_at: float = 0.0
     expires_at: float = 0.0
     """0: never."""
+    public: bool = False
+    """Whether its owner has published it: a mark in listings."""
+    deleted: bool = False
+    """Whether nobody may find it any more: its files are being removed."""
 
 
 class Keys:

@@ -148,7 +148,11 @@ class Runner:
         if self._passes_over(entry, known):
             line.finish(number)
             return
-        op = ops.decode_op(read_content(entry.content, core.segments))
+        try:
+            op = ops.decode_op(read_content(entry.content, core.segments))
+        except Corrupt as error:
+            await self._unreadable(state, number, entry, error)
+            return
         if known is not None and not changes_state(op):
             line.finish(number)
             return
@@ -178,13 +182,26 @@ class Runner:
         )
         if known is None:
             await self._settle(state, number, entry, effect)
-        elif ops.encode(effect.outcome) != read_content(known.content, core.segments):
+        elif not (state.lost or self._is_known(effect, known)):
             events.emit(Differs(line=state.name, number=number))
         line.finish(number)
         if effect.trims:
             await core.journal.flushed()
             await self._trim(state, number)
         await self._checkpoint_if_due(state, number, op)
+
+    async def _unreadable(self, state: State, number: int, entry: Entry, error: Corrupt) -> None:
+        """What has no result fails. What had its effect once cannot have it again."""
+        reason = f"operation {number} cannot be read from the journal: {error}"
+        if number not in state.line.results:
+            outcome = Failed(error=reason, category="server")
+            await self._settle(state, number, entry, Effect(outcome))
+        elif state.line.ordered:
+            await self._effects.give_up(state, reason)
+        state.line.finish(number)
+
+    def _is_known(self, effect: Effect, known: Result) -> bool:
+        return ops.encode(effect.outcome) == read_content(known.content, self._core.segments)
 
     def _passes_over(self, entry: Entry, known: Result | None) -> bool:
         """Whether it had no effect, and so has none in a replay."""

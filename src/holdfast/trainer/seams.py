@@ -36,6 +36,10 @@ class Compute(Protocol):
     Any other error means that the state in memory may be half changed: the process must end.
     """
 
+    @property
+    def in_step(self) -> bool:
+        """Whether all who compute are where they were; False: the process must end."""
+
     def check(self, base: str, op: Op) -> None:
         """Refuse (`Mistake`) what cannot be carried out on a model of this base."""
 
@@ -87,5 +91,5 @@ class Vault(Protocol):
     async def load(self, channel: str, version: int) -> Snapshot:
         """What was kept; `Gone` or `NotFound` if it is not."""
 
-    async def drop(self, channel: str) -> None:
-        """Keep nothing of this channel any more."""
+    async def drop(self, channel: str, version: int) -> None:
+        """Keep this version, and older ones of its channel, no longer: files and record."""

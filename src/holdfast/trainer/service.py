@@ -152,6 +152,10 @@ class Service:
             return await self._dispatch(request)
         except HoldfastError as error:
             return self.refusal(request.path, error)
+        except Exception as error:  # noqa: BLE001 -- a bug is told, and is no reason to end
+            reason = f"{type(error).__name__}: {error}"
+            events.emit(Refused(path=request.path[:80], status=500, reason=reason))
+            return answers.problem(500, "internal", f"the trainer has a bug: {reason}")
 
     def refusal(self, path: str, error: HoldfastError) -> Answer:
         """The answer to a request that is not served."""
@@ -173,17 +177,26 @@ class Service:
         if name.startswith("sessions/") and name.endswith("/finish"):
             await self._upkeep.end_session(name.split("/")[1])
             return answers.plain({})
-        handler = self._posts.get(name)
-        if handler is None:
-            raise NotFound(f"there is no {name[:80]}")
-        body = request.body(self._limits)
+        body = request.raw
         try:
+            body = request.body(self._limits)
+            handler = self._posts.get(name)
+            if handler is None:
+                raise NotFound(f"there is no operation {name[:80]!r} here")
             return await handler(body, request)
         except BadOp as error:
             return await self._refuse(error)
+        except Mistake as error:
+            told = requests.number_of(body, request.content_type)
+            if told is None or told[0] not in self._core.lines:
+                raise
+            return await self._refuse(BadOp(str(error), model=told[0], seq=told[1]))
 
     async def _refuse(self, error: BadOp) -> Answer:
-        """Use the number of a bad operation up, so that those behind it need not wait."""
+        """Use the number of a bad operation up, so that those behind it need not wait.
+
+        Whatever was wrong with it, and whether anything here knows such an operation or not.
+        """
         failed = Failed(error=str(error))
         skip = ops.Skip(reason="refused")
         request = await self._core.submit(error.model, error.seq, skip, refused=failed)
@@ -237,7 +250,8 @@ class Service:
     async def _delete(self, name: str) -> Answer:
         match name.split("/"):
             case ["training_runs", model, "checkpoints", folder, saved]:
-                await self._core.delete_save((model, folder, saved))
+                async with self._core.sure():
+                    await self._core.saves.delete((model, folder, saved))
                 return answers.plain({})
             case _:
                 raise NotFound(f"there is no {name[:80]}")
@@ -343,7 +357,7 @@ class Service:
         return await self._submit(ask)
 
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
-        _, save = self._core.find_save(requests.weights_info(body))
+        _, save = self._core.saves.find(requests.weights_info(body))
         lora = save.lora
         trained = (
             {}

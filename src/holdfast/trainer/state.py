@@ -6,6 +6,7 @@ from typing import Literal
 
 from holdfast.errors import Mistake
 from holdfast.trainer.line import Line
+from holdfast.trainer.paths import SAMPLER, STATE
 from holdfast.trainer.records import Model, Sampler
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "publication",
     "publisher",
     "sampler_name",
+    "saved_in",
     "unnamed_of",
 ]
 
@@ -46,6 +48,8 @@ class State:
     """The checkpoint that there was when this trainer began."""
     loaded: bool = False
     """Whether its model is in memory."""
+    lost: str = ""
+    """Why this trainer cannot restore it. What is asked of it fails; other models go on."""
     busy: bool = False
     """Whether one of its operations is being carried out."""
     since_s: float = 0.0
@@ -132,7 +136,15 @@ def policy_of(model: str) -> str:
 
 def channel_of(model: str, folder: str, name: str) -> str:
     """The channel in which something is kept under a name."""
-    return f"{model}.{'w' if folder == 'weights' else 's'}.{name}"
+    return f"{model}.{'w' if folder == STATE else 's'}.{name}"
+
+
+def saved_in(channel: str) -> tuple[str, str, str] | None:
+    """Model, folder and name of what such a channel keeps; None: it keeps no saved weights."""
+    model, _, rest = channel.partition(".")
+    letter, dot, name = rest.partition(".")
+    folder = {"w": STATE, "s": SAMPLER}.get(letter)
+    return (model, folder, name) if dot and folder is not None else None
 
 
 def check_number(number: int) -> int:

@@ -13,11 +13,12 @@ from typing import ClassVar
 from holdfast.errors import HoldfastError, Retriable
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
-from holdfast.trainer.core import Core, Tell
+from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Journal
 from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys
 from holdfast.trainer.runner import Runner
+from holdfast.trainer.saves import Tell
 from holdfast.trainer.seams import Compute, Vault
 from holdfast.trainer.segments import Segments
 from holdfast.trainer.upkeep import Upkeep

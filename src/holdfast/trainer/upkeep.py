@@ -68,9 +68,7 @@ class Upkeep:
         for name, session in list(core.sessions.items()):
             if not session.ended and now - core.seen.get(name, now) > core.policy.session_s:
                 await self.end_session(name)
-        for where, save in list(core.saves.items()):
-            if save.expires_at and core.wall() > save.expires_at:
-                await core.delete_save(where)
+        await core.saves.tidy()
         for state in self._outdated():
             await self._end(state)
         for state in list(core.lines.values()):

@@ -15,7 +15,7 @@ import zstandard
 from trainer.house import House
 from trainer.sdk import programs
 from trainer.sdk.saved import digest
-from trainer.sdk.wire import PROTOBUF, Model, Session, at_once, post, promised
+from trainer.sdk.wire import JSON, PROTOBUF, Model, Session, at_once, post, promised
 
 GAP_S = 3.0
 POLICY = {"gap_s": GAP_S, "checkpoint_ops": 8}
@@ -213,6 +213,41 @@ def test_a_bad_operation_uses_its_number_up(there: House, session: Session) -> N
     model.do(model.step(5))
     assert time.monotonic() - began < GAP_S, "somebody waited"
     assert end(there, model, 6) == twin(there, session, "A", "step")
+
+
+def test_any_numbered_request_uses_its_number_up(there: House, session: Session) -> None:
+    """Whatever is refused under a number, of an endpoint that nobody knows or of one that refuses
+    it for any reason, is a promise that fails as the user's; those behind it do not wait."""
+    model = session.model()
+    both = model.body(3, path="tinker://x/weights/y", optimizer=False, session_id=session.id)
+    refused: list[tuple[str, Any, str]] = [
+        ("no_such_operation", model.body(1), JSON),
+        ("no_such_operation", message_of(model.name, 2), PROTOBUF),
+        ("load_weights", both, JSON),
+        ("load_weights", model.body(4, path="x", optimizer=False, session_id=7), JSON),
+        ("forward_backward_references", model.body(5), JSON),
+        ("forward_backward_references", model.body(6, data=[], loss_fn="ppo"), JSON),
+        ("optim_step/", model.body(7), JSON),
+    ]
+    began = time.monotonic()
+    for name, body, kind in refused:
+        answers = [post(there, name, body, kind=kind) for _ in range(2)]
+        (request,) = {promised(answer) for answer in answers}
+        said = session.wait(request).json
+        assert said["category"] == "user", (name, said)
+        assert said["error"], name
+    model.do(model.backward(8, A))
+    model.do(model.step(9))
+    assert time.monotonic() - began < GAP_S, "somebody waited"
+    assert end(there, model, 10) == twin(there, session, "A", "step")
+    for body in ({}, {"model_id": model.name}, {"model_id": "nobody", "seq_id": 1}):
+        assert session.post("no_such_operation", body).status == 404
+
+
+def message_of(model: str, seq: int) -> bytes:
+    """A message in protobuf, of whatever kind, that begins as all operations do."""
+    name = model.encode()
+    return bytes([0x0A, len(name)]) + name + bytes([0x10, seq]) + bytes([0x7A, 1, 0])
 
 
 @pytest.mark.parametrize("seq", [0, -1, 2**31, 1.5, "1", None])

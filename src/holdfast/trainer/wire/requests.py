@@ -9,6 +9,7 @@ import re
 from typing import Annotated, Any
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from holdfast.errors import Mistake
 from holdfast.trainer.ops import (
@@ -22,12 +23,14 @@ from holdfast.trainer.ops import (
     Unload,
 )
 from holdfast.trainer.wire.body import (
+    PROTOBUF,
     BadOp,
     Id,
     Limits,
     Numbered,
     blaming,
     decode,
+    number,
     numbered,
     read_body,
 )
@@ -44,6 +47,7 @@ from holdfast.trainer.wire.sampling import (
     retrieve_future,
     retrieve_futures,
 )
+from holdfast.trainer.wire.schema import ForwardBackwardRequest
 from holdfast.trainer.wire.sessions import (
     NewSession,
     create_session,
@@ -74,6 +78,7 @@ __all__ = [
     "heartbeat",
     "join_sampling_session",
     "load_weights",
+    "number_of",
     "optim_step",
     "publish_weights",
     "read_body",
@@ -292,6 +297,22 @@ def load_weights(body: bytes) -> Numbered | NewModel:
         metadata=metadata(new.user_metadata),
     )
     return NewModel(new.session_id, new.model_seq_id, op)
+
+
+def number_of(body: bytes, content_type: str) -> tuple[str, int] | None:
+    """The model and the number of a request that is about an operation, whatever it asks for.
+
+    In protobuf every operation has them where `forward_backward` has them.
+    """
+    try:
+        if content_type.partition(";")[0].strip().lower() == PROTOBUF:
+            message = ForwardBackwardRequest.FromString(body)
+            return number({"model_id": message.model_id, "seq_id": message.seq_id})
+        return numbered(body, dict[str, Any])[:2]
+    except BadOp as error:
+        return error.model, error.seq
+    except (Mistake, DecodeError):
+        return None
 
 
 def _name(given: str | None) -> str | None:

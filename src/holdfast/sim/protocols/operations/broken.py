@@ -128,7 +128,7 @@ class _LoadsAgain(Effects):
         op: LoadWeights,
         outcome: Outcome | None = None,
     ) -> Effect:
-        _, save = self._core.find_save(op.path)
+        _, save = self._core.saves.find(op.path)
         kept = await self._core.vault.load(f"{state.name}.w.kept", save.version)
         await self._core.compute.load(state.name, kept, optimizer=op.optimizer)
         return Effect(outcome or ops.Loaded(path=op.path))

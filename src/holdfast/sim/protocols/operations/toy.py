@@ -111,7 +111,7 @@ class ToyVault:
             raise Gone(f"version {version} of {channel} is gone")
         return _snapshot(msgspec.json.decode(entry.value))
 
-    async def drop(self, channel: str) -> None:
+    async def drop(self, channel: str, version: int) -> None:
         """Nothing is dropped here."""
 
 
@@ -121,6 +121,8 @@ def _snapshot(history: Sequence[str]) -> Snapshot:
 
 class ToyCompute:
     """Models of one process."""
+
+    in_step = True
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,0 +1,390 @@
+"""No answer to a caller's request ends the trainer: not gone weights, not damaged ones, no bug.
+
+The trainer's core on a ledger in memory; where weights matter, in the real vault on the disk.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import ledger as ledgers
+from holdfast.errors import Corrupt, Gone, LeaseLost, NotFound, Unavailable
+from holdfast.ledger import Ledger
+from holdfast.ledger.runtime import LiveRuntime
+from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments
+from holdfast.trainer import ops
+from holdfast.trainer.journal import Journal
+from holdfast.trainer.policy import Policy
+from holdfast.trainer.records import Keys
+from holdfast.trainer.seams import Kept, Snapshot, Vault
+from holdfast.trainer.state import Pending
+from holdfast.trainer.trainer import Trainer
+from holdfast.trainer.vault import WeightsVault
+
+KEYS = Keys("r", "x", "j")
+STEP = ops.OptimStep()
+SAMPLE = ops.Sample(prompt=b"")
+
+
+class Compute(ToyCompute):
+    """Its snapshots have something that can be kept on a disk; what it is told to fails."""
+
+    def __init__(self, runtime: LiveRuntime) -> None:
+        super().__init__(runtime)  # type: ignore[arg-type]  # a runtime is all that it needs
+        self.trouble: dict[str, Exception] = {}
+
+    def _fail(self, call: str) -> None:
+        if call in self.trouble:
+            raise self.trouble[call]
+
+    async def apply(
+        self, model: str, number: int, op: ops.ForwardBackward | ops.OptimStep
+    ) -> ops.Outcome:
+        self._fail("apply")
+        history = self._models[model]
+        history.append(str(number))
+        return ops.Stepped(metrics={"count": len(history)})
+
+    async def capture(self, model: str) -> Snapshot:
+        self._fail("capture")
+        facts = (await super().capture(model)).facts
+        return Snapshot({"w": torch.zeros(1)}, {"kind": "state", **facts}, {})
+
+    async def export(self, model: str) -> Snapshot:
+        self._fail("export")
+        return await self.capture(model)
+
+    async def sample(self, key: str, *given: object) -> ops.Outcome:
+        self._fail("sample")
+        return ops.Stepped()
+
+
+class BadVault:
+    """A vault in memory that fails when it is told to."""
+
+    def __init__(self, kept: dict[tuple[str, int], Snapshot]) -> None:
+        self._kept = kept
+        self.trouble: dict[str, Exception] = {}
+
+    def _fail(self, call: str) -> None:
+        if call in self.trouble:
+            raise self.trouble[call]
+
+    async def newest(self, channel: str) -> int | None:
+        return max((number for name, number in self._kept if name == channel), default=None)
+
+    async def save(self, channel: str, version: int, snapshot: Snapshot, keep: int) -> Kept:
+        self._fail("save")
+        self._kept.setdefault((channel, version), snapshot)
+        return Kept(version, "", 1)
+
+    async def load(self, channel: str, version: int) -> Snapshot:
+        self._fail("load")
+        if self.trouble.get("checkpoint") and channel.endswith(".state"):
+            raise self.trouble["checkpoint"]
+        return self._kept[channel, version]
+
+    async def drop(self, channel: str, version: int) -> None:
+        self._fail("drop")
+        self._kept.pop((channel, version), None)
+
+
+class Living:
+    """One life of a trainer, and a client's way to it."""
+
+    def __init__(self, trainer: Trainer, compute: Compute, running: "asyncio.Task[None]") -> None:
+        self.trainer, self.core, self.compute = trainer, trainer.core, compute
+        self.running = running
+        self.numbers: dict[str, int] = {}
+        self.session = ""
+
+    @property
+    def vault(self) -> Any:
+        return self.core.vault
+
+    async def model(self, load: str = "") -> tuple[str, ops.Outcome]:
+        """A new model, and what came of its creation."""
+        self.session = self.session or await self.core.create_session()
+        wanted = ops.LoadWeights(path=load) if load else None
+        op = ops.CreateModel(session=self.session, base="b", load=wanted)
+        request, name = await self.core.create_model(self.session, len(self.core.lines), op)
+        self.numbers[name] = 0
+        return name, await self.hear(request)
+
+    async def hear(self, request: str) -> ops.Outcome:
+        """Wait for a result, or for the end of the trainer."""
+        hearing = asyncio.create_task(self.core.retrieve(request, 20))
+        await asyncio.wait([hearing, self.running], return_when=asyncio.FIRST_COMPLETED)
+        assert not self.running.done(), f"the trainer ended: {self.running.exception()!r}"
+        outcome = await hearing
+        assert not isinstance(outcome, Pending), outcome
+        return outcome
+
+    async def do(self, line: str, op: ops.Op) -> ops.Outcome:
+        """The next operation of a line."""
+        self.numbers[line] = self.numbers.get(line, 0) + 1
+        return await self.hear(await self.core.submit(line, self.numbers[line], op))
+
+    async def sampler(self, path: str) -> str:
+        """A sampling session."""
+        return await self.core.create_sampler(self.session, len(self.core.lines), "", path)
+
+
+MakeVault = Callable[[LiveRuntime, Journal], Vault]
+
+
+def real_vault(folder: Path) -> MakeVault:
+    def make(runtime: LiveRuntime, journal: Journal) -> Vault:
+        return WeightsVault(folder, runtime.ledger, "r", lambda: journal.guards)
+
+    return make
+
+
+@contextlib.asynccontextmanager
+async def life(
+    ledger: Ledger,
+    vault: MakeVault | None = None,
+    *,
+    files: dict[tuple[int, int], bytes] | None = None,
+    weights: dict[tuple[str, int], Snapshot] | None = None,
+    epoch: int = 1,
+    checkpoint_ops: int = 1000,
+) -> AsyncIterator[Living]:
+    """One incarnation. Upkeep comes only when it is called."""
+    runtime = LiveRuntime(ledger, seed=1)
+    compute = Compute(runtime)
+    kept = {} if files is None else files
+    bad = BadVault({} if weights is None else weights)
+    trainer = Trainer(
+        runtime,
+        KEYS,
+        [],
+        compute=compute,
+        segments=lambda term: ToySegments(kept, term),
+        vault=lambda journal: vault(runtime, journal) if vault else bad,
+        wall=time.time,
+        policy=Policy(upkeep_s=3600, room_s=0, checkpoint_ops=checkpoint_ops),
+    )
+    await trainer.begin(epoch, by=str(epoch))
+    running = asyncio.create_task(trainer.run())
+    try:
+        async with asyncio.timeout(60):
+            yield Living(trainer, compute, running)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def blamed(outcome: ops.Outcome) -> str:
+    """Who is to blame for a failure."""
+    assert isinstance(outcome, ops.Failed), outcome
+    return outcome.category
+
+
+# ---- weights that are gone -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["weights", "sampler_weights"])
+@pytest.mark.parametrize("warm", [True, False], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("way", ["deleted", "expired", "overwritten"])
+async def test_a_sample_of_gone_weights_is_the_callers_error(
+    tmp_path: Path, folder: str, warm: bool, way: str
+) -> None:
+    """However they went, and whether they are still in memory; files and records are gone."""
+    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+        model, _ = await there.model()
+        ttl = 3600 if way == "expired" else None
+        first: ops.Op = ops.SaveForSampler(name="x", ttl_s=ttl)
+        again: ops.Op = ops.SaveForSampler(name="x")
+        if folder == "weights":
+            first = ops.SaveWeights(name="x", ttl_s=ttl)
+            again = ops.SaveWeights(name="x", overwrite=True)
+        saved = await there.do(model, first)
+        assert isinstance(saved, ops.Saved | ops.SamplerSaved)
+        assert saved.path is not None
+        sampler, other = await there.sampler(saved.path), await there.sampler(saved.path)
+        if warm:
+            assert isinstance(await there.do(sampler, SAMPLE), ops.Stepped)
+        where, save = there.core.saves.find(saved.path)
+        if way == "expired":
+            await there.core.saves.change(where, expires_at=time.time() - 1)
+        if way != "expired" and (way == "deleted" or folder == "sampler_weights"):
+            await there.core.saves.delete(where)
+        if way == "overwritten":
+            assert not isinstance(await there.do(model, again), ops.Failed)
+        for one in (sampler, other):
+            outcome = await there.do(one, SAMPLE)
+            assert blamed(outcome) == "user", outcome
+        await there.trainer.upkeep.look()
+        channel = f"{model}.{'w' if folder == 'weights' else 's'}.x"
+        assert not (tmp_path / channel / f"step_{save.version}").exists()
+        versions = (await ledger.range(f"/runs/r/weights/{channel}/live/versions/")).entries
+        assert len(versions) == (way == "overwritten")
+        if way != "overwritten":
+            assert not (tmp_path / channel).exists()
+            assert await ledger.get(KEYS.save(*where)) is None
+            assert blamed(await there.do(model, ops.LoadWeights(path=saved.path))) == "user"
+            with pytest.raises(NotFound):
+                await there.sampler(saved.path)
+        assert isinstance(await there.do(model, STEP), ops.Stepped)
+
+
+async def test_a_deletion_is_ended_by_the_successor() -> None:
+    """A trainer that dies between the record and the files leaves neither for ever."""
+    async with ledgers.open("memory:") as ledger:
+        async with life(ledger) as there:
+            model, _ = await there.model()
+            await there.do(model, ops.SaveWeights(name="x"))
+            where = (model, "weights", "x")
+            there.vault.trouble["drop"] = Unavailable("the disk is away")
+            await there.core.saves.delete(where)
+            await there.trainer.upkeep.look()
+            assert await ledger.get(KEYS.save(*where)) is not None
+            with pytest.raises(NotFound):
+                there.core.saves.find(f"tinker://{model}/weights/x")
+        async with life(ledger, epoch=2) as there:
+            with pytest.raises(NotFound):
+                there.core.saves.find(f"tinker://{model}/weights/x")
+            await there.trainer.upkeep.look()
+            assert await ledger.get(KEYS.save(*where)) is None
+            assert not there.running.done()
+
+
+async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> None:
+    """The old weights go, the new ones stay, with their record and their files."""
+    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+        model, _ = await there.model()
+        where = (model, "weights", "x")
+        await there.do(model, ops.SaveWeights(name="x"))
+        deleting = asyncio.create_task(there.core.saves.delete(where))
+        saved = await there.do(model, ops.SaveWeights(name="x", overwrite=True))
+        await deleting
+        await there.trainer.upkeep.look()
+        assert isinstance(saved, ops.Saved)
+        assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded), (
+            "the new weights cannot be loaded"
+        )
+        assert await ledger.get(KEYS.save(*where)) is not None
+
+
+# ---- the boundary, per operation -------------------------------------------------------
+
+LOAD_ERRORS = {
+    "Corrupt": (Corrupt("step_4 is missing"), "server"),
+    "Gone": (Gone("deleted"), "user"),
+    "NotFound": (NotFound("never published"), "user"),
+    "LeaseLost": (LeaseLost("slept"), "server"),
+    "Unavailable": (Unavailable("the disk is away"), "server"),
+}
+
+
+@pytest.mark.parametrize("name", LOAD_ERRORS)
+async def test_weights_that_cannot_be_read_are_an_answer(name: str) -> None:
+    """To a sample, to load_weights and to a model that begins with them; nothing is changed."""
+    error, category = LOAD_ERRORS[name]
+    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+        model, _ = await there.model()
+        saved = await there.do(model, ops.SaveWeights(name="x"))
+        assert isinstance(saved, ops.Saved)
+        sampler = await there.sampler(saved.path)
+        there.vault.trouble["load"] = error
+        assert blamed(await there.do(sampler, SAMPLE)) == category
+        assert blamed(await there.do(model, ops.LoadWeights(path=saved.path))) == category
+        new, created = await there.model(load=saved.path)
+        assert blamed(created) == category
+        assert isinstance(await there.do(new, STEP), ops.Failed)
+        stepped = await there.do(model, STEP)
+        assert isinstance(stepped, ops.Stepped)
+        assert stepped.metrics == {"count": 2}, "the base, and this step: nothing was loaded"
+        del there.vault.trouble["load"]
+        assert isinstance(await there.do(sampler, SAMPLE), ops.Stepped)
+        assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded)
+
+
+READS: dict[str, tuple[ops.Op, list[str]]] = {
+    "forward": (ops.ForwardBackward(data=[], loss="x", backward=False), ["apply"]),
+    "save_weights": (ops.SaveWeights(name="x"), ["capture", "save"]),
+    "save_weights_for_sampler": (ops.SaveForSampler(name="x"), ["export", "save"]),
+    "unnamed": (ops.SaveForSampler(session_seq=1), ["export", "save"]),
+    "publish_weights": (ops.Publish(version=1), ["export", "save"]),
+    "sample": (SAMPLE, ["load", "sample"]),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), MemoryError(), Corrupt("bits")], ids=repr)
+@pytest.mark.parametrize("name", READS)
+async def test_a_bug_in_what_only_reads_is_an_answer(name: str, error: Exception) -> None:
+    """Category server; the same operation works when the cause has gone."""
+    op, calls = READS[name]
+    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+        line, _ = await there.model()
+        saved = await there.do(line, ops.SaveWeights(name="begin"))
+        assert isinstance(saved, ops.Saved)
+        if name == "sample":
+            line = await there.sampler(saved.path)
+        for call in calls:
+            for part in (there.compute, there.vault):
+                part.trouble[call] = error
+            assert blamed(await there.do(line, op)) == "server", call
+            there.compute.trouble.clear()
+            there.vault.trouble.clear()
+        assert not isinstance(await there.do(line, op), ops.Failed)
+
+
+async def test_ranks_that_are_out_of_step_end_together() -> None:
+    """Then an answer would be a lie: the process ends, and a successor begins from the journal."""
+    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+        model, _ = await there.model()
+        there.compute.in_step = False
+        there.compute.trouble["capture"] = RuntimeError("a rank has gone")
+        await there.core.submit(model, 1, ops.SaveWeights(name="x"))
+        with pytest.raises(RuntimeError, match="a rank has gone"):
+            await there.running
+
+
+# ---- what is lost ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["its checkpoint", "its journal"])
+async def test_one_model_is_lost_and_the_others_go_on(what: str) -> None:
+    """Every operation of it fails with category server, also when the bytes come back: a model
+    that has missed operations must not go on. Its results stay."""
+    files: dict[tuple[int, int], bytes] = {}
+    weights: dict[tuple[str, int], Snapshot] = {}
+    async with ledgers.open("memory:") as ledger:
+        async with life(ledger, files=files, weights=weights, checkpoint_ops=2) as there:
+            bad, _ = await there.model()
+            for _ in range(2):
+                assert isinstance(await there.do(bad, STEP), ops.Stepped)
+            while there.core.lines[bad].line.trimmed < 1:
+                await asyncio.sleep(0.01)
+            config: dict[str, float | str] = {"x": "y" * 5000}  # large: its content is in a file
+            large = ops.ForwardBackward(data=[], loss="x", config=config)
+            assert isinstance(await there.do(bad, large), ops.Stepped)
+            numbers = dict(there.numbers)
+        taken = dict(files)
+        assert taken
+        if what == "its journal":
+            files.clear()
+        async with life(ledger, files=files, weights=weights, epoch=2) as there:
+            there.numbers, there.session = numbers, bad.partition("-")[0]
+            if what == "its checkpoint":
+                there.vault.trouble["checkpoint"] = Corrupt("step_2 is damaged")
+            assert blamed(await there.do(bad, STEP)) == "server"
+            there.vault.trouble.clear()
+            files.update(taken)
+            assert blamed(await there.do(bad, ops.SaveWeights(name="x"))) == "server"
+            assert isinstance(await there.hear(f"{bad}:1"), ops.Stepped)
+            good, _ = await there.model()
+            assert isinstance(await there.do(good, STEP), ops.Stepped)
+        async with life(ledger, files=files, weights=weights, epoch=3) as there:
+            there.numbers = numbers
+            stepped = await there.do(bad, STEP)
+            assert isinstance(stepped, ops.Stepped)
+            assert stepped.metrics == {"count": 5}, "the base, three operations, this one"
