@@ -42,6 +42,8 @@ class Route(msgspec.Struct, frozen=True):
     job: str
     epoch: int
     address: str
+    secret: str = ""
+    """What the incarnation's port asks for; empty when its host is of an older version."""
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -80,7 +82,8 @@ def decide(seen: Seen | None, kind: Kind, *, fresh: bool) -> Verdict:
         return not_found() if fresh else CONFIRM
     job = seen.job
     if job.state == "RUNNING" and seen.lives:
-        return Route(job.account, job.id, job.epoch, job.address)
+        assert seen.alive is not None
+        return Route(job.account, job.id, job.epoch, job.address, seen.alive.secret)
     if job.state not in GONE and job.state != "PAUSED":
         return Wait(_why(seen))
     if not fresh:

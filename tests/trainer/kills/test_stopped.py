@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gateway.service import wait_for
-from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
+from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.procs import Child, spawn
 from trainer.house import JOB, House, house
 from trainer.kills.conftest import Reference
@@ -41,6 +41,7 @@ class Machines:
         self._plan = plan
         self._children: dict[int, Child] = {}
         self._ports: dict[int, int] = {}
+        self._secrets: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -79,6 +80,7 @@ class Machines:
                             log=self.folder / f"{epoch}.log",
                         )
                         self._ports[epoch] = int(env["PORT"])
+                        self._secrets[epoch] = env[SECRET]
                         self._children[epoch] = stack.enter_context(child)
 
     def trainer(self, epoch: int) -> Child:
@@ -89,7 +91,7 @@ class Machines:
     def ask(self, epoch: int, said: int, path: str, body: object) -> tuple[int, bytes]:
         """Ask a trainer itself, as a gateway does that believes `said` to be the epoch."""
         connection = http.client.HTTPConnection("127.0.0.1", self._ports[epoch], timeout=30)
-        headers = {JOB_HEADER: f"local/{JOB}", EPOCH_HEADER: str(said)}
+        headers = Incarnation("", "local", JOB, said, self._secrets[epoch]).headers()
         headers["content-type"] = "application/json"
         try:
             connection.request("POST", f"/api/v1/{path}", json.dumps(body), headers)
