@@ -1,8 +1,12 @@
 """What a stranger, or another account, can do at the ports of a real `holdfast serve`."""
 
+import contextlib
 import http.client
 import os
+import selectors
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +15,7 @@ import psutil
 import pytest
 
 from gateway.service import Service, serve, wait_for
+from holdfast.gateway.http import Limits
 from holdfast.jobs.fence import SECRET
 
 TRAINER = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'fenced_toy.py'}"
@@ -89,3 +94,53 @@ def test_a_new_incarnation_has_a_new_secret(service: Service) -> None:
     assert env[SECRET] != old
     claimed = {**named(int(env["HOLDFAST_EPOCH"])), "x-holdfast-secret": old}
     assert knock(int(env["PORT"]), claimed)[0] == 421
+
+
+def key_of(service: Service, account: str) -> str:
+    """A key of another account, made as an operator makes it."""
+    argv = [sys.executable, "-m", "holdfast", "accounts", "key", account]
+    argv += ["--ledger", f"sqlite:///{service.folder}/ledger.db"]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def connect(service: Service, stack: contextlib.ExitStack) -> socket.socket:
+    return stack.enter_context(socket.create_connection(("127.0.0.1", service.port), 30))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_one_account_does_not_lock_out_another(service: Service) -> None:
+    """1,100 polls of one account are held, or told to wait; another's requests are answered."""
+    key = key_of(service, "greedy")
+    jobs = "/v1/accounts/greedy/rlorTrainerJobs"
+    assert service.ask("POST", f"{jobs}?rlorTrainerJobId=idle", {}, key).status == 200
+    assert service.ask("POST", f"{jobs}/idle:pause", None, key).status == 200
+    path = "/training/v1/rlorTrainerJobs/greedy/idle/api/v1/retrieve_future"
+    poll = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Api-Key: {key}\r\nContent-Length: 2\r\n\r\n{{}}"
+    with contextlib.ExitStack() as stack:
+        polls = selectors.PollSelector()
+        for _ in range(1100):
+            one = connect(service, stack)
+            one.sendall(poll.encode())
+            polls.register(one, selectors.EVENT_READ)
+        assert polls.select(30), "what is above its share is told so at once"
+        statuses = [service.ask("GET", service.way("one")).status for _ in range(205)]
+        assert statuses == [200] * 205
+        told = polls.select(0)
+        for ready, _ in told:
+            said = ready.fileobj.recv(4096)  # type: ignore[union-attr]  # a socket
+            assert said.startswith(b"HTTP/1.1 429 "), said
+            assert b"too_many_polls" in said
+            assert b"retry-after-ms: 1000" in said.lower()
+        assert len(told) == 1100 - Limits().polls // 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_connections_without_a_key_keep_nobody_out(service: Service) -> None:
+    """2,300 of them are open, say nothing, and callers with a key are answered."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(2300):
+            connect(service, stack)
+        statuses = [service.ask("GET", service.way("one")).status for _ in range(100)]
+        assert statuses == [200] * 100

@@ -28,6 +28,7 @@ __all__ = [
     "late",
     "not_found",
     "problem",
+    "too_many",
 ]
 
 Kind = Literal["submit", "poll"]
@@ -118,6 +119,18 @@ def not_found() -> Answer:
         "job_not_found",
         "there is no such job in this account: check the account and the job's id",
         ("x-should-retry", "false"),
+    )
+
+
+def too_many(what: str) -> Answer:
+    """An account has its share of requests, held polls or connections: others need the rest."""
+    return problem(
+        429,
+        f"too_many_{what}",
+        f"this account has too many {what} at this gateway: wait for the answers to earlier "
+        "ones, then send the same request again",
+        ("retry-after-ms", "1000"),
+        ("x-should-retry", "true"),
     )
 
 

@@ -82,7 +82,11 @@ class Front:
             return
         try:
             visit.account = await self._who(exchange)
-            await self._serve(visit, path)
+            poll = answers.kind_of(path) == "poll"
+            if over := exchange.charge(visit.account, poll=poll):
+                await visit.answer(answers.too_many(over))
+            else:
+                await self._serve(visit, path)
         except Denied as error:
             answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
             await visit.answer(answer)
