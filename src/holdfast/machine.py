@@ -22,6 +22,7 @@ __all__ = [
     "is_alive",
     "is_network_file_system",
     "listeners",
+    "listening_users",
     "mounts",
     "place",
     "state_dir",
@@ -145,17 +146,28 @@ def _stat(pid: int) -> list[str]:
 
 def listeners(port: int) -> list[int]:
     """The processes that listen at a TCP port, as far as we may know."""
-    inodes = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        if table.exists():
-            for line in table.read_text().splitlines()[1:]:
-                cells = line.split()
-                if cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{cells[9]}]")
+    inodes = {f"socket:[{inode}]" for _, inode in _listening(port)}
     found = []
     for process in Path("/proc").iterdir() if inodes else ():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
                 if any(str(one.readlink()) in inodes for one in (process / "fd").iterdir()):
                     found.append(int(process.name))
+    return found
+
+
+def listening_users(port: int) -> set[int]:
+    """The users whose sockets listen at a TCP port: known for every user's, unlike its process."""
+    return {user for user, _ in _listening(port)}
+
+
+def _listening(port: int) -> list[tuple[int, str]]:
+    """User and inode of each socket that listens at a TCP port."""
+    found = []
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if table.exists():
+            for line in table.read_text().splitlines()[1:]:
+                cells = line.split()
+                if cells[3] == "0A" and int(cells[1].rpartition(":")[2], 16) == port:
+                    found.append((int(cells[7]), cells[9]))
     return found

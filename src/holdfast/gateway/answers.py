@@ -28,6 +28,7 @@ __all__ = [
     "late",
     "not_found",
     "problem",
+    "too_many",
 ]
 
 Kind = Literal["submit", "poll"]
@@ -42,6 +43,8 @@ class Route(msgspec.Struct, frozen=True):
     job: str
     epoch: int
     address: str
+    secret: str = ""
+    """What the incarnation's port asks for; empty when its host is of an older version."""
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -80,7 +83,8 @@ def decide(seen: Seen | None, kind: Kind, *, fresh: bool) -> Verdict:
         return not_found() if fresh else CONFIRM
     job = seen.job
     if job.state == "RUNNING" and seen.lives:
-        return Route(job.account, job.id, job.epoch, job.address)
+        assert seen.alive is not None
+        return Route(job.account, job.id, job.epoch, job.address, seen.alive.secret)
     if job.state not in GONE and job.state != "PAUSED":
         return Wait(_why(seen))
     if not fresh:
@@ -115,6 +119,18 @@ def not_found() -> Answer:
         "job_not_found",
         "there is no such job in this account: check the account and the job's id",
         ("x-should-retry", "false"),
+    )
+
+
+def too_many(what: str) -> Answer:
+    """An account has its share of requests, held polls or connections: others need the rest."""
+    return problem(
+        429,
+        f"too_many_{what}",
+        f"this account has too many {what} at this gateway: wait for the answers to earlier "
+        "ones, then send the same request again",
+        ("retry-after-ms", "1000"),
+        ("x-should-retry", "true"),
     )
 
 

@@ -24,7 +24,7 @@ from holdfast.gateway.http import Exchange, Lost, Refused, Relayed, Truncated, W
 from holdfast.gateway.routes import Routes
 from holdfast.jobs.accounts import Guests
 from holdfast.jobs.api import BODY_BYTES, Api, Request
-from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
+from holdfast.jobs.fence import SECRET_HEADER, Incarnation
 from holdfast.jobs.records import NAME
 
 __all__ = ["Access", "Front"]
@@ -82,7 +82,11 @@ class Front:
             return
         try:
             visit.account = await self._who(exchange)
-            await self._serve(visit, path)
+            poll = answers.kind_of(path) == "poll"
+            if over := exchange.charge(visit.account, poll=poll):
+                await visit.answer(answers.too_many(over))
+            else:
+                await self._serve(visit, path)
         except Denied as error:
             answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
             await visit.answer(answer)
@@ -215,15 +219,15 @@ async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
     """Send the request to one incarnation, and its answer to the caller."""
     host, _, port = route.address.rpartition(":")
     exchange = visit.exchange
+    meant = Incarnation("", route.account, route.job, route.epoch, route.secret).headers()
     outcome = await exchange.forward(
         (host, int(port)),
         path=target,
         replace={
             b"host": route.address.encode(),
-            JOB_HEADER.encode(): f"{route.account}/{route.job}".encode(),
-            EPOCH_HEADER.encode(): str(route.epoch).encode(),
+            **{name.encode(): value.encode() for name, value in meant.items()},
         },
-        remove=(b"x-api-key", b"authorization"),
+        remove=(b"x-api-key", b"authorization", SECRET_HEADER.encode()),
         relay=_is_for_the_caller,
         hold_s=_HOLD_S,
     )

@@ -4,7 +4,9 @@ The settings are a JSON object (`GatewaySettings`). Any number of these share a 
 SIGTERM and SIGINT stop it gently: requests in work are finished first.
 """
 
+import contextlib
 import random
+import resource
 import ssl
 import time
 from pathlib import Path
@@ -87,11 +89,22 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     return context
 
 
+def _raise_open_files() -> None:
+    """A gateway's own bounds decide, not a shell's: two descriptors per connection, and more."""
+    wanted = 4 * Limits().connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=GatewaySettings)
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
+    _raise_open_files()
     counters = events.Counters()
     events.configure(log, process=settings.name, sinks=[counters])
     run(serve(settings, counters))

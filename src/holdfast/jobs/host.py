@@ -19,6 +19,7 @@ dead, and gives that lease back.
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ class _Tended:
 
     job: Job
     lease: int
+    secret: str
     stopping: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     grace_s: float = 0.0
     task: "asyncio.Task[None] | None" = None
@@ -113,8 +115,12 @@ class Host:
         budget: Budget = Budget(),  # noqa: B008 -- frozen
         me: HostRecord | None = None,
         is_dead: Callable[[HostRecord], bool] = lambda _: False,
+        new_secret: Callable[[], str] = secrets.token_urlsafe,
     ) -> None:
-        """`me` says where this process is, and `is_dead` whether another one surely is not."""
+        """`me` says where this process is, and `is_dead` whether another one surely is not.
+
+        `new_secret` makes what an incarnation's port asks gateways for.
+        """
         self._jobs = jobs
         self._runtime = jobs.runtime
         self._launcher = launcher
@@ -126,6 +132,7 @@ class Host:
         self._budget = budget
         self._me = me or HostRecord(name=name)
         self._is_dead = is_dead
+        self._new_secret = new_secret
         self._tending: dict[str, _Tended] = {}
         self._begun: dict[str, int] = {}
         """The newest epoch of each job that was begun here."""
@@ -195,7 +202,7 @@ class Host:
             if found is None or not mine or (found.alive and found.alive.host != self._name):
                 tended.stop(0.0)
                 continue
-            alive = self._jobs.alive_op(job, self._keeper.id)
+            alive = self._jobs.alive_op(job, self._keeper.id, tended.secret)
             before = unchanged(found.alive_entry) if found.alive_entry else absent(alive.key)
             guard = self._jobs.keys.guard(job.account, job.id, job.epoch)
             txn = await self._runtime.ledger.txn([guard, before], [alive])
@@ -247,7 +254,8 @@ class Host:
                     return 60.0  # or when a place becomes free
                 await self._take(it)
             elif self._is_forgotten(it):
-                self._begin(it.job)
+                assert it.alive is not None
+                self._begin(it.job, it.alive.secret)
             elif self._is_left_over(it):
                 assert it.alive is not None
                 await self._jobs.clear(it.job.account, it.job.id, it.alive.epoch, self._keeper.id)
@@ -261,19 +269,20 @@ class Host:
         new = decide.take(it.job, self._name, self._jobs.wall())
         if new is None:
             return
-        alive = self._jobs.alive_op(new, self._keeper.id)
+        secret = self._new_secret()
+        alive = self._jobs.alive_op(new, self._keeper.id, secret)
         absent = self._jobs.without_alive(it)
         try:
             ours = await self._jobs.commit(it, new, compare=(absent,), ops=[alive])
         except UnknownOutcome:
-            ours = await self._is_ours(new)
+            ours = await self._is_ours(new, secret)
         if ours:
-            self._begin(new)
+            self._begin(new, secret)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, secret: str) -> None:
         events.emit(Taken(job=job.name, epoch=job.epoch, host=self._name))
         self._begun[job.name] = job.epoch
-        tended = self._tending[job.name] = _Tended(job, self._keeper.id)
+        tended = self._tending[job.name] = _Tended(job, self._keeper.id, secret)
         tended.task = self._runtime.spawn(self._tend(tended), name=f"tends {job.name}")
 
     def _is_forgotten(self, it: Seen) -> bool:
@@ -295,8 +304,8 @@ class Host:
             and it.alive.epoch < it.job.epoch
         )
 
-    async def _is_ours(self, job: Job) -> bool:
-        """Whether an alive key of our own lease is there for this epoch."""
+    async def _is_ours(self, job: Job, secret: str) -> bool:
+        """Whether the alive key of our own lease is there for this epoch, as we wrote it."""
         found = await self._jobs.find(job.account, job.id)
         return (
             found is not None
@@ -304,6 +313,8 @@ class Host:
             and found.job.epoch == job.epoch
             and found.alive_entry is not None
             and found.alive_entry.lease == self._keeper.id
+            and found.alive is not None
+            and found.alive.secret == secret
         )
 
     # ---- one incarnation -------------------------------------------------------
@@ -326,7 +337,12 @@ class Host:
     async def _begin_and_live(self, tended: _Tended) -> tuple[str, str]:
         job = tended.job
         ticket = Ticket(
-            run=self._jobs.run, account=job.account, job=job.id, epoch=job.epoch, spec=job.spec
+            run=self._jobs.run,
+            account=job.account,
+            job=job.id,
+            epoch=job.epoch,
+            spec=job.spec,
+            secret=tended.secret,
         )
         running: Running | None = None
         try:

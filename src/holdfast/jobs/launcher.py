@@ -19,6 +19,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     epoch: int
     spec: dict[str, Any] = {}
+    secret: str = ""
+    """For the trainer's environment (`fence.SECRET`), never for a command line or a log."""
 
 
 class Running(abc.ABC):

@@ -1,10 +1,10 @@
 """Trainers as processes of this machine: any command that serves HTTP.
 
 The command hears from its environment which incarnation it is (HOLDFAST_RUN, HOLDFAST_JOB,
-HOLDFAST_EPOCH, HOLDFAST_LEDGER), what was asked for (HOLDFAST_SPEC, JSON), where to keep files
-(HOLDFAST_FOLDER) and where to listen (HOST, PORT; `{port}` in an argument stands for it). It
-serves when its health path answers with 2xx. It dies with its host. Its output goes to a file
-per epoch.
+HOLDFAST_EPOCH, HOLDFAST_LEDGER), what gateways show it (HOLDFAST_TRAINER_SECRET), what was asked
+for (HOLDFAST_SPEC, JSON), where to keep files (HOLDFAST_FOLDER) and where to listen (HOST, PORT;
+`{port}` in an argument stands for it). It serves when its health path answers with 2xx. It dies
+with its host. Its output goes to a file per epoch.
 
 By default a job names one of the commands that the host was started with: whoever holds an
 API key may then start jobs, but not programs of his choice.
@@ -27,9 +27,9 @@ import msgspec
 
 from holdfast import procs
 from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
-from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
-from holdfast.machine import begun_at, listeners
+from holdfast.machine import begun_at, listeners, listening_users
 from holdfast.nursery import Nursery
 
 __all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
@@ -84,12 +84,13 @@ class LocalLauncher(Launcher):
         argv = self.command(ticket.spec)
         held = procs.HeldPort(self._host)
         port = held.port
-        who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch)
+        who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch, ticket.secret)
         env = {
             "HOLDFAST_RUN": ticket.run,
             "HOLDFAST_JOB": who.name,
             "HOLDFAST_EPOCH": str(ticket.epoch),
             "HOLDFAST_LEDGER": self._ledger_url,
+            SECRET: ticket.secret,
             "HOLDFAST_SPEC": msgspec.json.encode(ticket.spec).decode(),
             "HOLDFAST_FOLDER": str(self._folder / "trainers"),
             "HOST": self._host,
@@ -183,12 +184,14 @@ class LocalProcess(Running):
         """Wait until the health path answers."""
         try:
             async with asyncio.timeout(self._start_s):
-                while not await self._is_healthy() or self._is_strange():  # noqa: ASYNC110 -- somebody else's server
+                # Before it is asked, too: the question carries the secret.
+                while self._is_strange() or not await self._is_healthy() or self._is_strange():  # noqa: ASYNC110 -- somebody else's server
                     await asyncio.sleep(_PROBE_S)
         except TimeoutError:
+            other = f" (another process listens at port {self._port})" * self._is_strange()
             raise TimedOut(
                 f"the trainer did not answer at {self._health_path} within "
-                f"{self._start_s:g} s{self._tail()}"
+                f"{self._start_s:g} s{other}{self._tail()}"
             ) from None
         return f"{self._host}:{self._port}"
 
@@ -209,7 +212,13 @@ class LocalProcess(Running):
         return False
 
     def _is_strange(self) -> bool:
-        """Whether it was somebody else who answered: one that was there before us."""
+        """Whether another process listens there: another user's, or one that was there before.
+
+        Root is no stranger: it listens for containers.
+        """
+        users = listening_users(self._port)
+        if users and not users & {os.getuid(), 0}:
+            return True
         ours = begun_at(self._child.pid)
         there = listeners(self._port)
         return bool(there) and all(begun_at(pid) < ours for pid in there)

@@ -2,7 +2,8 @@
 
     <jobs>/records/<account>/<job>    Job: state, epoch and address, in one record
     <jobs>/epochs/<account>/<job>     the epoch alone, as digits: what a transaction compares
-    <jobs>/alive/<account>/<job>      Alive: whose incarnation lives (bound to its host's lease)
+    <jobs>/alive/<account>/<job>      Alive: whose incarnation lives, and the secret that opens
+                                      its port (bound to its host's lease)
     <jobs>/checkpoints/<account>/<job>/<name>    Checkpoint: what its trainer has saved
     <jobs>/hosts/<name>               Host: who starts trainers here (leased)
     <accounts>/<account>              Account: its API keys, hashed
@@ -112,6 +113,8 @@ class Alive(Record, frozen=True, kw_only=True):
 
     epoch: int
     host: str
+    secret: str = ""
+    """What gateways show to this incarnation's port; empty from a host of an older version."""
 
 
 class Checkpoint(Record, frozen=True, kw_only=True):

@@ -172,9 +172,9 @@ class Jobs:
         """True while nothing of the job is alive."""
         return absent(self.keys.alive(found.job.account, found.job.id))
 
-    def alive_op(self, job: Job, lease: int) -> Put:
-        """The sign of life of the job's present incarnation."""
-        alive = Alive(epoch=job.epoch, host=job.host)
+    def alive_op(self, job: Job, lease: int, secret: str = "") -> Put:
+        """The sign of life of the job's present incarnation, with the secret of its port."""
+        alive = Alive(epoch=job.epoch, host=job.host, secret=secret)
         return Put(self.keys.alive(job.account, job.id), msgspec.json.encode(alive), lease)
 
     async def clear(self, account: str, job: str, epoch: int, lease: int) -> None:

@@ -1,6 +1,7 @@
 """One caller's connection: order, reuse, time and number."""
 
 import asyncio
+import contextlib
 import ssl
 import subprocess
 from pathlib import Path
@@ -301,7 +302,12 @@ async def test_empty_lines_do_not_keep_a_connection() -> None:
 
 async def test_an_idle_connection_is_closed() -> None:
     """Between requests a connection rests for a bounded time, and gets no answer for it."""
-    async with gate(echo, Limits(idle_s=0.2)) as server, calling(server.port) as caller:
+
+    async def handler(exchange: Exchange) -> None:
+        assert exchange.charge("me") == ""
+        await exchange.answer(200)
+
+    async with gate(handler, Limits(idle_s=0.2)) as server, calling(server.port) as caller:
         await caller.send(request())
         assert (await caller.answer()).status == 200
         assert await caller.closed()
@@ -350,26 +356,122 @@ async def test_a_caller_that_does_not_read_is_cut() -> None:
 # Number.
 
 
-async def test_one_connection_too_many_gets_503() -> None:
-    """The others are not disturbed, and when one leaves there is room again."""
-    async with gate(echo, Limits(connections=8)) as server:
-        callers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(8)]
-        await until(lambda: server.connections == 8)
+async def test_strangers_that_say_nothing_make_room() -> None:
+    """Idle connections keep nobody out: the oldest ones close, and who asks is answered."""
+    limits = Limits(strangers=2, connections=12, greeting_s=0.01)
+    async with gate(echo, limits) as server, contextlib.AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(calling(server.port)) for _ in range(12)]
+        await until(lambda: server.connections > 1)
+        await asyncio.sleep(2 * limits.greeting_s)
+        for _ in range(12):
+            async with calling(server.port) as caller:
+                await caller.send(request())
+                assert (await caller.answer()).status == 200
+        assert await idle[0].closed()
+
+
+async def test_strangers_that_come_at_once_are_not_cut_before_they_speak() -> None:
+    """Many callers at once all get their answers; one beyond all places gets 503."""
+    limits = Limits(strangers=2, connections=12, greeting_s=60.0)
+    async with gate(echo, limits) as server, contextlib.AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(calling(server.port)) for _ in range(12)]
+        await until(lambda: server.connections == 12)
         async with calling(server.port) as caller:
             answer = await caller.answer()
             assert (answer.status, answer.fields["retry-after"]) == (503, "1")
             assert await caller.closed()
-        one = Caller(*callers[0])
-        await one.send(request())
-        assert (await one.answer()).status == 200
-        _, leaving = callers.pop()
-        leaving.transport.abort()
-        await until(lambda: server.connections < 8)
-        async with calling(server.port) as caller:
-            await caller.send(request())
+        for one in callers:
+            await one.send(request())
+            assert (await one.answer()).status == 200
+
+
+async def test_a_strangers_connection_is_short_and_an_owners_is_not() -> None:
+    """A request that was charged to nobody does not keep its connection."""
+
+    async def handler(exchange: Exchange) -> None:
+        if exchange.head.path == "/mine":
+            assert exchange.charge("me") == ""
+        await exchange.answer(200)
+
+    limits = Limits(stranger_s=0.6)
+    async with (
+        gate(handler, limits) as server,
+        calling(server.port) as silent,
+        calling(server.port) as stranger,
+        calling(server.port) as owner,
+    ):
+        await owner.send(request(target="/mine"))
+        await stranger.send(request())
+        assert (await owner.answer()).status == (await stranger.answer()).status == 200
+        assert await silent.closed()
+        assert await stranger.closed()
+        await owner.send(request())
+        assert (await owner.answer()).status == 200
+
+
+@pytest.mark.parametrize("what", ["requests", "polls"])
+async def test_an_owner_leaves_as_many_places_as_it_takes(what: str) -> None:
+    """Half for one that is alone, half of the rest for the next, and back when they are done."""
+    release = asyncio.Event()
+    over: list[str] = []
+
+    async def handler(exchange: Exchange) -> None:
+        if said := exchange.charge(exchange.head.path[1:], poll=what == "polls"):
+            over.append(said)
+            await exchange.answer(429)
+        else:
+            await release.wait()
+            await exchange.answer(200)
+
+    limits = Limits(requests=12, polls=8) if what == "polls" else Limits(requests=8)
+    async with gate(handler, limits) as server, contextlib.AsyncExitStack() as stack:
+
+        async def send(owner: str) -> Caller:
+            caller = await stack.enter_async_context(calling(server.port))
+            await caller.send(request(target=f"/{owner}"))
+            return caller
+
+        callers = [await send("greedy") for _ in range(4)]
+        await until(lambda: server.requests == 4)
+        assert (await (await send("greedy")).answer()).status == 429
+        callers += [await send("modest") for _ in range(2)]
+        await until(lambda: server.requests == 6)
+        assert (await (await send("greedy")).answer()).status == 429
+        callers.append(await send("third"))
+        await until(lambda: server.requests == 7)
+        assert over == [what, what]
+        release.set()
+        for caller in callers:
             assert (await caller.answer()).status == 200
-        for _, writer in callers:
-            writer.transport.abort()
+        assert (await (await send("greedy")).answer()).status == 200, "the places are free again"
+
+
+async def test_an_owner_leaves_room_for_others_connections() -> None:
+    """One connection above its share is told so and closed; another owner's are taken."""
+
+    async def handler(exchange: Exchange) -> None:
+        over = exchange.charge(exchange.head.path[1:])
+        await exchange.answer(429 if over else 200, [], over.encode())
+
+    limits = Limits(connections=12, strangers=4)
+    async with gate(handler, limits) as server, contextlib.AsyncExitStack() as stack:
+
+        async def ask(owner: str) -> tuple[Caller, int]:
+            caller = await stack.enter_async_context(calling(server.port))
+            await caller.send(request(target=f"/{owner}"))
+            return caller, (await caller.answer()).status
+
+        for _ in range(4):
+            assert (await ask("greedy"))[1] == 200
+        caller, status = await ask("greedy")
+        assert status == 429
+        assert await caller.closed()
+        caller, status = await ask("modest")
+        assert status == 200
+        await caller.send(
+            request(target="/greedy")
+        )  # a proxy's connection, with another's request
+        assert (await caller.answer()).status == 429
 
 
 async def test_one_request_too_many_gets_503() -> None:

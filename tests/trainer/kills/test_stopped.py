@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gateway.service import wait_for
-from holdfast.jobs.fence import EPOCH_HEADER, JOB_HEADER
+from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.procs import Child, spawn
 from patience import HANG_S
 from trainer.house import JOB, House, house
@@ -42,6 +42,7 @@ class Machines:
         self._plan = plan
         self._children: dict[int, Child] = {}
         self._ports: dict[int, int] = {}
+        self._secrets: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -80,6 +81,7 @@ class Machines:
                             log=self.folder / f"{epoch}.log",
                         )
                         self._ports[epoch] = int(env["PORT"])
+                        self._secrets[epoch] = env[SECRET]
                         self._children[epoch] = stack.enter_context(child)
 
     def trainer(self, epoch: int) -> Child:
@@ -90,7 +92,7 @@ class Machines:
     def ask(self, epoch: int, said: int, path: str, body: object) -> tuple[int, bytes]:
         """Ask a trainer itself, as a gateway does that believes `said` to be the epoch."""
         connection = http.client.HTTPConnection("127.0.0.1", self._ports[epoch], timeout=30)
-        headers = {JOB_HEADER: f"local/{JOB}", EPOCH_HEADER: str(said)}
+        headers = Incarnation("", "local", JOB, said, self._secrets[epoch]).headers()
         headers["content-type"] = "application/json"
         try:
             connection.request("POST", f"/api/v1/{path}", json.dumps(body), headers)

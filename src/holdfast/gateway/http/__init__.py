@@ -11,7 +11,7 @@
 The engine knows how messages are framed, bounded, streamed, kept and sent again. It does
 not know where a request belongs, or what an answer means.
 
-    head, answers, framing, serialize, pace, limits, outcomes     pure
+    head, answers, framing, serialize, pace, shares, limits, outcomes     pure
     intake → passage → exchange → connection → server             a request's way in
     line, pool                                                    the way to upstreams
 """

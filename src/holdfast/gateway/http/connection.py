@@ -54,6 +54,9 @@ class Connection(asyncio.Protocol):
         self._written_bytes = 0
         self._reading_pace = Pace(self.limits)
         self._writing_pace = Pace(self.limits)
+        self.since = self._loop.time()
+        self.owner = ""
+        """Whose connection it is, once a request on it has been charged to somebody."""
         self.deadline: float | None = None
         """When to close, unless something happens before."""
 
@@ -65,15 +68,14 @@ class Connection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) else ""
         transport.set_write_buffer_limits(high=self.limits.buffer_bytes)
-        self.deadline = self._loop.time() + self.limits.head_s
-        over = self._server.admit(self)
+        self.deadline = self._loop.time() + min(self.limits.head_s, self.limits.stranger_s)
+        room = self._server.admit(self)
         if self._server.stopping:
             self.stop()
-            return
-        if over > self.limits.connections // 8:  # too many even for being told so
+        elif self._server.connections > self.limits.connections * 9 // 8:
             self._server.count("too_many_connections")
-            transport.abort()
-        elif over > 0:
+            transport.abort()  # too many even for being told so
+        elif not room:
             self._refuse(Rejected(503, "too_many_connections", "there are too many connections"))
 
     def data_received(self, data: bytes) -> None:
@@ -98,6 +100,8 @@ class Connection(asyncio.Protocol):
         """The connection has ended."""
         self._transport = None
         self._server.forget(self)
+        if self.owner:
+            self._server.owned_connections.give(self.owner)
         self._left()
 
     def pause_writing(self) -> None:
@@ -172,7 +176,27 @@ class Connection(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self._transport.abort()
 
+    def charge(self, owner: str) -> bool:
+        """The connection is this owner's from now on; False: he has too many, and it closes."""
+        if owner == self.owner:
+            return True
+        if self._transport is None:
+            return True  # it has ended: there is nothing to count
+        if not self._server.owned_connections.take(owner):
+            self._stopping = True
+            return False
+        if self.owner:
+            self._server.owned_connections.give(self.owner)
+        self.owner = owner
+        self._server.known(self)
+        return True
+
     # From the server.
+
+    def give_way(self) -> None:
+        """Close: nothing is in work, and others need the room."""
+        self._server.known(self)
+        self.cut()
 
     @property
     def busy(self) -> bool:
@@ -257,7 +281,7 @@ class Connection(asyncio.Protocol):
         self._continued = False
         intake = Intake(head, self.limits)
         self._intake = None if intake.complete else intake
-        exchange = Exchange(self, head, intake, self._server.pool)
+        exchange = Exchange(self, head, intake, self._server)
         self._exchange = exchange
         self._task = self._loop.create_task(self._serve(exchange, intake))
         if rest:
@@ -319,6 +343,7 @@ class Connection(asyncio.Protocol):
     def _finished(self, exchange: Exchange, intake: Intake) -> None:
         """The handler is done with the request."""
         self._exchange = self._task = None
+        exchange.discharge()
         self._server.end_request()
         if self._transport is None or self._transport.is_closing():
             return
@@ -336,7 +361,8 @@ class Connection(asyncio.Protocol):
         if self._stopping:
             self._close()
             return
-        self.deadline = self._loop.time() + self.limits.idle_s
+        rest_s = self.limits.idle_s if self.owner else self.limits.stranger_s
+        self.deadline = self._loop.time() + rest_s
         if self._ahead or data:
             waiting, self._ahead = bytes(self._ahead) + data, bytearray()
             self._looked_at = 0

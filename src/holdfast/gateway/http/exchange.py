@@ -16,12 +16,14 @@ from holdfast.gateway.http.head import Fields, Head
 from holdfast.gateway.http.intake import Intake
 from holdfast.gateway.http.outcomes import Forwarded, Refused
 from holdfast.gateway.http.passage import Order, Passage, Relay
-from holdfast.gateway.http.pool import Pool, Upstream
+from holdfast.gateway.http.pool import Upstream
 from holdfast.gateway.http.serialize import checked, reply_head
+from holdfast.gateway.http.shares import Shares
 from holdfast.gateway.http.trouble import CallerLeft
 
 if TYPE_CHECKING:
     from holdfast.gateway.http.connection import Connection
+    from holdfast.gateway.http.server import Server
 
 __all__ = ["Exchange"]
 
@@ -33,13 +35,17 @@ def _always(_status: int, _headers: Fields) -> bool:
 class Exchange:
     """See the module."""
 
-    def __init__(self, connection: "Connection", head: Head, intake: Intake, pool: Pool) -> None:
+    def __init__(
+        self, connection: "Connection", head: Head, intake: Intake, server: "Server"
+    ) -> None:
         self.head = head
         self.peer = connection.peer
         """The caller's address."""
         self._connection = connection
         self._intake = intake
-        self._pool = pool
+        self._pool = server.pool
+        self._server = server
+        self._charged: list[tuple[Shares, str]] = []
         self._passage: Passage | None = None
         self._reading: asyncio.Future[None] | None = None
         self._trouble: Exception | None = None
@@ -67,6 +73,31 @@ class Exchange:
     def received_bytes(self) -> int:
         """How much of the body has arrived."""
         return self._intake.received_bytes
+
+    def charge(self, owner: str, *, poll: bool = False) -> str:
+        """Count the request, and its connection, as this owner's.
+
+        Returns what the owner has too many of ("connections", "requests", "polls"), or "". The
+        handler refuses the request then. Owners share each kind of place: see `shares.py`.
+        """
+        wanted = {"requests": self._server.owned_requests}
+        if poll:
+            wanted["polls"] = self._server.owned_polls
+        over = "" if self._connection.charge(owner) else "connections"
+        for name, shares in wanted.items() if not over else ():
+            if not shares.take(owner):
+                over = name
+                break
+            self._charged.append((shares, owner))
+        if over:
+            self._server.count(f"owner_{over}")
+        return over
+
+    def discharge(self) -> None:
+        """The request is done: its places are free again. From the connection."""
+        for shares, owner in self._charged:
+            shares.give(owner)
+        self._charged.clear()
 
     async def body(self, limit: int) -> bytes:
         """The whole body. Raises `TooLarge` beyond `limit`."""

@@ -38,10 +38,16 @@ class Limits:
     drain_bytes: int = 1 << 20
     """What is read of a body that nobody wanted, for the sake of the connection."""
 
-    connections: int = 2048
-    """Open connections of callers. Beyond: 503 and close."""
-    requests: int = 1024
-    """Requests in work. Beyond: 503."""
+    connections: int = 4096
+    """Open connections of callers: strangers', and the rest, which owners share (`shares.py`)."""
+    strangers: int = 512
+    """Connections on which no request has been charged to an owner yet. Beyond: the oldest one
+    that rests, and had `greeting_s` for a request, is closed."""
+    requests: int = 2048
+    """Requests in work, which owners share. Beyond: 503."""
+    polls: int = 1536
+    """Those of them that are held until there is something to say, shared as well: so an
+    owner's polls leave room for its other requests."""
     upstream_connections: int = 256
     """Open connections to one upstream. Beyond: wait for one, up to `connect_s`."""
 
@@ -49,6 +55,11 @@ class Limits:
     """A request's head must arrive within this. Beyond: 408 and close."""
     idle_s: float = 75.0
     """How long a caller's connection may rest between requests."""
+    greeting_s: float = 1.0
+    """How long a stranger's connection is left alone when there are too many: callers that
+    come all at once say one after the other who they are."""
+    stranger_s: float = 5.0
+    """How long a stranger's connection may rest, before its first request and after each."""
     pace_s: float = 30.0
     """Over so long a time a body must make progress, in both directions."""
     pace_bytes_per_s: int = 1024
@@ -65,6 +76,8 @@ class Limits:
 
     def check(self) -> None:
         """Raise a `Mistake` that names the bounds that are not positive."""
+        if self.strangers >= self.connections:
+            raise Mistake("of the gateway's connections, strangers may have only a part")
         if bad := [field.name for field in fields(self) if not getattr(self, field.name) > 0]:
             raise Mistake(f"limits of the gateway must be positive: {', '.join(bad)}")
 

@@ -5,6 +5,7 @@ their connections closed; what is left at the deadline is cut.
 """
 
 import asyncio
+import itertools
 import ssl as tls
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from holdfast.gateway.http.exchange import Exchange
 from holdfast.gateway.http.head import Fields
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pool import Pool
+from holdfast.gateway.http.shares import Shares
 
 __all__ = ["Handler", "Server", "render_json"]
 
@@ -68,6 +70,11 @@ class Server:
         self.stopping = False
         """Whether `stop` has been called."""
         self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}
+        """Connections without an owner, the oldest first."""
+        self.owned_connections = Shares(self.limits.connections - self.limits.strangers)
+        self.owned_requests = Shares(self.limits.requests)
+        self.owned_polls = Shares(self.limits.polls)
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
@@ -131,14 +138,31 @@ class Server:
 
     # From connections.
 
-    def admit(self, connection: Connection) -> int:
-        """Take a connection in; return by how many there are too many now."""
+    def admit(self, connection: Connection) -> bool:
+        """Take a stranger's connection in; False: there is no room for it.
+
+        A caller that has a key says so at once. So the oldest connection that rests makes room,
+        and connections that say nothing cannot keep callers out.
+        """
         self._connections.add(connection)
-        return len(self._connections) - self.limits.connections
+        self._strangers[connection] = None
+        if len(self._strangers) > self.limits.strangers:
+            before = connection.since - self.limits.greeting_s
+            old = itertools.takewhile(lambda one: one.since <= before, self._strangers)
+            if (one := next((one for one in old if not one.busy), None)) is not None:
+                self.count("too_many_strangers")
+                one.give_way()
+                return True
+        return len(self._connections) <= self.limits.connections
+
+    def known(self, connection: Connection) -> None:
+        """A connection has an owner: it is no stranger's any more."""
+        self._strangers.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
         if not self._connections:
             self._empty.set()
 
@@ -159,7 +183,9 @@ class Server:
 
     def _tick_length(self) -> float:
         limits = self.limits
-        shortest = min(limits.head_s, limits.idle_s, limits.pace_s, limits.linger_s)
+        shortest = min(
+            limits.head_s, limits.idle_s, limits.stranger_s, limits.pace_s, limits.linger_s
+        )
         return min(_TICK_MOST_S, shortest / _TICKS_PER_TIME)
 
     def _tick(self) -> None:

@@ -17,6 +17,7 @@ At the end the job that was kept works on, and everybody has heard of the other 
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -44,6 +45,10 @@ ACCOUNTS = ("x", "y")
 JOB = "j"
 CALL_S = 30.0
 GATEWAYS = {"n3": "g3", "n4": "g4"}
+
+
+def _secrets(runtime: Node) -> Callable[[], str]:
+    return lambda: f"{runtime.random.getrandbits(64):016x}"
 
 
 class RoutesProtocol(Protocol):
@@ -94,7 +99,8 @@ class RoutesProtocol(Protocol):
             await self._use(jobs, runtime)
         elif name in ("n1", "n2"):
             launcher = SimLauncher(runtime, self.trainer)
-            await self.host(jobs, launcher, name, lease_s=6.0, grace_s=2.0).run()
+            given: Any = {"lease_s": 6.0, "grace_s": 2.0, "new_secret": _secrets(runtime)}
+            await self.host(jobs, launcher, name, **given).run()
         elif name in GATEWAYS:
             await self._gate(jobs, runtime, GATEWAYS[name])
         else:
@@ -148,7 +154,7 @@ class RoutesProtocol(Protocol):
             nonlocal got, lost
             if lost and call.kind == "submit":
                 raise Violation(f"{call.work} was sent again, and may have been received")
-            who = Incarnation(RUN, route.account, route.job, route.epoch)
+            who = Incarnation(RUN, route.account, route.job, route.epoch, route.secret)
             headers = tuple((k.encode(), v.encode()) for k, v in who.headers().items())
             meant = msgspec.structs.replace(call, headers=headers)
             try:

@@ -60,7 +60,8 @@ class Trainer(Running):
 
     def __init__(self, node: Node, ticket: Ticket) -> None:
         self._node = node
-        self._who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch)
+        who = (ticket.run, ticket.account, ticket.job, ticket.epoch, ticket.secret)
+        self._who = Incarnation(*who)
         self._address = ""
         self._end: asyncio.Future[tuple[bool, str]] = asyncio.Future()
 

@@ -1,0 +1,146 @@
+"""What a stranger, or another account, can do at the ports of a real `holdfast serve`."""
+
+import contextlib
+import http.client
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gateway.service import Service, serve, wait_for
+from holdfast.gateway.http import Limits
+from holdfast.jobs.fence import SECRET
+
+TRAINER = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'fenced_toy.py'}"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = ("--lease", "2", "--poll-hold", "30")
+    with serve(tmp_path_factory.mktemp("doors"), *flags, trainer=TRAINER) as it:
+        it.create("one")
+        it.wait("one")
+        yield it
+
+
+def trainer(service: Service) -> psutil.Process:
+    """The process of the job's trainer."""
+    return service.processes("fenced_toy.py")[0]
+
+
+def knock(port: int, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Ask a trainer's port itself, without the gateway."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/api/v1/optim_step", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def named(epoch: int) -> dict[str, str]:
+    return {"x-holdfast-job": "local/one", "x-holdfast-epoch": str(epoch)}
+
+
+def test_a_trainers_port_obeys_its_gateway_and_nobody_else(service: Service) -> None:
+    """Who knows port, job and epoch still needs the secret; a refusal tells none of them."""
+    env = trainer(service).environ()
+    port, epoch, secret = int(env["PORT"]), int(env["HOLDFAST_EPOCH"]), env[SECRET]
+    assert len(secret) >= 32
+    for headers in ({}, named(epoch), {**named(epoch), "x-holdfast-secret": "x" * len(secret)}):
+        status, body = knock(port, headers)
+        assert status == 421, body
+        assert b"local" not in body, "it does not say whose trainer it is"
+        assert b"epoch" not in body
+    assert knock(port, {**named(epoch), "x-holdfast-secret": secret})[0] == 200
+    through = service.ask("GET", service.way("one"))
+    assert through.status == 200, through
+    assert "x-holdfast-secret" not in through.json["headers"], "a trainer's code does not see it"
+
+
+def test_the_secret_is_told_nowhere(service: Service) -> None:
+    """Not in command lines, not in logs and events, not by the control plane."""
+    process = trainer(service)
+    secret = process.environ()[SECRET]
+    assert all(secret not in word for word in process.cmdline())
+    for path in (service.jobs(), service.jobs("one"), service.jobs("one", "/logs"), "/metrics"):
+        answer = service.ask("GET", path)
+        assert answer.status == 200, answer
+        assert secret.encode() not in answer.raw
+    written = [one for one in service.folder.rglob("*") if one.suffix in (".log", ".jsonl")]
+    assert len(written) >= 5
+    assert not [one for one in written if secret.encode() in one.read_bytes()]
+
+
+def test_a_new_incarnation_has_a_new_secret(service: Service) -> None:
+    """What opened the old port does not open the new one; the gateway follows by itself."""
+    before = trainer(service)
+    old = before.environ()[SECRET]
+    os.kill(before.pid, signal.SIGKILL)
+    wait_for(
+        lambda: any(one.pid != before.pid for one in service.processes("fenced_toy.py")),
+        "its successor is started",
+    )
+    wait_for(lambda: service.ask("GET", service.way("one")).status == 200, "it is reached")
+    env = trainer(service).environ()
+    assert env[SECRET] != old
+    claimed = {**named(int(env["HOLDFAST_EPOCH"])), "x-holdfast-secret": old}
+    assert knock(int(env["PORT"]), claimed)[0] == 421
+
+
+def key_of(service: Service, account: str) -> str:
+    """A key of another account, made as an operator makes it."""
+    argv = [sys.executable, "-m", "holdfast", "accounts", "key", account]
+    argv += ["--ledger", f"sqlite:///{service.folder}/ledger.db"]
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def connect(service: Service, stack: contextlib.ExitStack) -> socket.socket:
+    return stack.enter_context(socket.create_connection(("127.0.0.1", service.port), 30))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_one_account_does_not_lock_out_another(service: Service) -> None:
+    """1,100 polls of one account are held, or told to wait; another's requests are answered."""
+    key = key_of(service, "greedy")
+    jobs = "/v1/accounts/greedy/rlorTrainerJobs"
+    assert service.ask("POST", f"{jobs}?rlorTrainerJobId=idle", {}, key).status == 200
+    assert service.ask("POST", f"{jobs}/idle:pause", None, key).status == 200
+    path = "/training/v1/rlorTrainerJobs/greedy/idle/api/v1/retrieve_future"
+    poll = f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Api-Key: {key}\r\nContent-Length: 2\r\n\r\n{{}}"
+    with contextlib.ExitStack() as stack:
+        polls = selectors.PollSelector()
+        for _ in range(1100):
+            one = connect(service, stack)
+            one.sendall(poll.encode())
+            polls.register(one, selectors.EVENT_READ)
+        assert polls.select(30), "what is above its share is told so at once"
+        statuses = [service.ask("GET", service.way("one")).status for _ in range(205)]
+        assert statuses == [200] * 205
+        told = polls.select(0)
+        for ready, _ in told:
+            said = ready.fileobj.recv(4096)  # type: ignore[union-attr]  # a socket
+            assert said.startswith(b"HTTP/1.1 429 "), said
+            assert b"too_many_polls" in said
+            assert b"retry-after-ms: 1000" in said.lower()
+        assert len(told) == 1100 - Limits().polls // 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_connections_without_a_key_keep_nobody_out(service: Service) -> None:
+    """2,300 of them are open, say nothing, and callers with a key are answered."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(2300):
+            connect(service, stack)
+        statuses = [service.ask("GET", service.way("one")).status for _ in range(100)]
+        assert statuses == [200] * 100
