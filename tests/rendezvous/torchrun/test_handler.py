@@ -4,11 +4,16 @@ These are the ideas of torch's own tests of handlers: ranks, restart on a change
 node that leaves, closing, the state after a shutdown; and what ours adds to them.
 """
 
+import gc
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +32,7 @@ from holdfast.ledger.records import decode
 from holdfast.rendezvous.records import Cycle, Keys, Node
 from holdfast.rendezvous.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
+from listening import listeners
 from rendezvous.torchrun.conftest import Make
 
 LIMIT_S = 30.0
@@ -274,6 +280,69 @@ def test_the_state_after_a_shutdown(make: Make) -> None:
         handler.next_rendezvous()
     unused = make((1, 1), run="another")
     assert unused.shutdown()
+
+
+def test_the_store_listens_on_the_nodes_own_address_and_on_no_other(make: Make) -> None:
+    """It has no password: `--local-addr 127.0.0.1`, or an sqlite ledger, keeps others out."""
+    before = listeners()
+    node = make((1, 1))
+    (info,) = meet(node)
+    assert info.bootstrap_store_info is not None
+    port = info.bootstrap_store_info.master_port
+    assert listeners() - before == {("127.0.0.1", port)}
+    spare = behind(make((1, 1)).next_rendezvous)
+    wait_for(lambda: len(listeners() - before) == 2 or spare.done())
+    assert {address for address, _ in listeners() - before} == {"127.0.0.1"}
+
+
+def test_nothing_listens_after_a_shutdown(make: Make) -> None:
+    """torch's agent still holds the store that it was given; its server is gone all the same."""
+    before = listeners()
+    handlers = [make(), make()]
+    infos = meet(*handlers)
+    gc.disable()
+    try:
+        for handler in handlers:
+            shut_down_with(handler, OSError("told to end"))
+        assert not listeners() - before
+    finally:
+        gc.enable()
+    assert infos
+
+
+@pytest.mark.long
+def test_children_that_are_forked_after_a_shutdown_live(tmp_path: Path) -> None:
+    """A server whose thread was not forked aborts whoever destroys it: there is none to destroy."""
+    code = textwrap.dedent(f"""
+        import gc, os, threading
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+        gc.disable()
+        url = "sqlite:///{tmp_path}/ledger.db"
+        params = RendezvousParameters("holdfast", url, "r", 1, 1, local_addr="127.0.0.1")
+        handler = get_rendezvous_handler(params)
+        info = handler.next_rendezvous()
+        handler.shutdown()
+        if os.fork() == 0:
+            for _ in range(20):  # on the stacks of threads that were not forked
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            del handler, info, params
+            gc.collect()
+            os._exit(0)
+        raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+    """)
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert ended.returncode == 0
+
+
+def test_a_cycle_that_is_over_has_no_store(make: Make) -> None:
+    """The next cycle's store is another; the old one's port is closed before."""
+    before = listeners()
+    handler = make((1, 1))
+    first = meet(handler)
+    second = meet(handler)
+    ports = [i.bootstrap_store_info.master_port for i in first + second if i.bootstrap_store_info]
+    assert {port for _, port in listeners() - before} == {ports[1]}
 
 
 def test_a_lost_lease_sends_the_agent_back_and_it_joins_again(make: Make, tmp_path: Any) -> None:
