@@ -13,7 +13,7 @@ def listeners(pid: int | None = None) -> set[tuple[str, int]]:
     held = set()
     for fd in (folder / "fd").iterdir():
         try:
-            held.add(os.readlink(fd))
+            held.add(str(fd.readlink()))
         except FileNotFoundError:  # closed meanwhile
             continue
     found = set()
@@ -39,4 +39,5 @@ def _address(text: str) -> str:
     """Words of 32 bits, each in the order of this machine's bytes."""
     raw = bytes.fromhex(text)
     words = (raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-    return str(ipaddress.ip_address(b"".join(words)))
+    address = ipaddress.ip_address(b"".join(words))
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from holdfast.errors import Mistake
 from holdfast.ledger.url import without_password
 
-__all__ = ["is_loopback", "listen", "own"]
+__all__ = ["LOOPBACK", "is_loopback", "listen", "own"]
 
 LOOPBACK = "127.0.0.1"
 

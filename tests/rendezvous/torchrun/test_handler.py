@@ -312,7 +312,7 @@ def test_nothing_listens_after_a_shutdown(make: Make) -> None:
 
 @pytest.mark.long
 def test_children_that_are_forked_after_a_shutdown_live(tmp_path: Path) -> None:
-    """A server whose thread was not forked aborts whoever destroys it: there is none to destroy."""
+    """A server aborts the forked child that destroys it: there is no server any more."""
     code = textwrap.dedent(f"""
         import gc, os, threading
         from torch.distributed.elastic.rendezvous import RendezvousParameters
