@@ -6,6 +6,7 @@ node that leaves, closing, the state after a shutdown; and what ours adds to the
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -29,7 +30,8 @@ from torch.distributed.elastic.utils import store as store_util
 
 from holdfast import ledger
 from holdfast.ledger.records import decode
-from holdfast.rendezvous.records import Cycle, Keys, Node
+from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.records import Cycle, Keys, Node, Rules
 from holdfast.rendezvous.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
 from listening import listeners
@@ -222,6 +224,29 @@ def test_success_needs_every_node_and_sends_spares_and_late_comers_home_in_peace
     assert record(tmp_path).state == "succeeded"
 
 
+def test_a_used_run_name_cannot_be_taken_for_a_run(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's agent would print nothing and exit with 0: stderr says what did not happen, and why.
+
+    A run that ended before its end was recorded with a time is told without one.
+    """
+    (info,) = meet(make((1, 1)))
+    exit_barrier(info)
+    assert capfd.readouterr().err == ""
+    late = make((1, 1))
+    with pytest.raises(RendezvousGracefulExitError, match="NOTHING WAS STARTED"):
+        late.next_rendezvous()
+    said = capfd.readouterr().err
+    assert re.search(
+        r"holdfast: NOTHING WAS STARTED: the run 'r' succeeded \d+ s ago \(\d{4}-.* UTC\) after "
+        r"1 cycle.*--rdzv-id NAME\n",
+        said,
+    )
+    old = Cycle(number=2, state="succeeded", rules=Rules(minimum=1, maximum=1))
+    assert "'r' succeeded after 2 cycles" in used_name("r", old, "--run")
+
+
 def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_path: Any) -> None:
     """torch's agent counts restarts; when its own are used up, everybody learns why."""
     handlers = [make() for _ in range(2)]
@@ -233,7 +258,7 @@ def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_p
     until_told(handlers[1])
     with pytest.raises(RendezvousClosedError, match="another --rdzv-id"):
         handlers[1].next_rendezvous()
-    with pytest.raises(RendezvousClosedError):
+    with pytest.raises(RendezvousClosedError, match="NOTHING WAS STARTED: .* rank 3 ended with 7"):
         make().next_rendezvous()
     assert record(tmp_path).state == "failed"
 
@@ -293,6 +318,9 @@ def test_the_store_listens_on_the_nodes_own_address_and_on_no_other(make: Make) 
     spare = behind(make((1, 1)).next_rendezvous)
     wait_for(lambda: len(listeners() - before) == 2 or spare.done())
     assert {address for address, _ in listeners() - before} == {"127.0.0.1"}
+    node.set_closed()  # type: ignore[no-untyped-call]
+    with pytest.raises(RendezvousClosedError):
+        spare.result(LIMIT_S)
 
 
 def test_nothing_listens_after_a_shutdown(make: Make) -> None:

@@ -48,6 +48,7 @@ from holdfast.ledger.records import load
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.loopthread import LoopThread
 from holdfast.rendezvous.address import listen
+from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
 from holdfast.rendezvous.torchrun import BACKEND
@@ -169,11 +170,19 @@ class HoldfastHandler(RendezvousHandler):
         except Ended as end:
             cycle = end.cycle
         run = self._options.run
+        late = not self._member.took_part
         if cycle.state == "succeeded":
             self._dismissed = True
-            raise RendezvousGracefulExitError(f"the run {run!r} has succeeded without this node")
+            told = f"the run {run!r} has succeeded without this node"
+            if late:
+                told = used_name(run, cycle, "--rdzv-id")
+            _say(told)  # torch's agent says nothing, and its torchrun exits with 0
+            raise RendezvousGracefulExitError(told)
         raise RendezvousClosedError(
-            f"the run {run!r} has failed ({cycle.cause}): for another try give another --rdzv-id"
+            used_name(run, cycle, "--rdzv-id")
+            if late
+            else f"the run {run!r} has failed ({cycle.cause}): for another try give another "
+            "--rdzv-id"
         )
 
     def _open_store(self, place: Place) -> AgentStore:
@@ -281,6 +290,12 @@ class HoldfastHandler(RendezvousHandler):
                 raise
             self._thread = thread
         return self._thread.run(work)
+
+
+def _say(text: str) -> None:
+    """Tell the user, whatever torch's logging is set to."""
+    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away ends no node
+        print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
