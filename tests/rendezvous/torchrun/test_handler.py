@@ -258,7 +258,9 @@ def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_p
     until_told(handlers[1])
     with pytest.raises(RendezvousClosedError, match="another --rdzv-id"):
         handlers[1].next_rendezvous()
-    with pytest.raises(RendezvousClosedError, match="NOTHING WAS STARTED: .* rank 3 ended with 7"):
+    with pytest.raises(
+        RendezvousClosedError, match=r"NOTHING WAS STARTED: .* rank 3 ended with 7"
+    ):
         make().next_rendezvous()
     assert record(tmp_path).state == "failed"
 

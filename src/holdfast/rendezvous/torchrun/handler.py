@@ -295,7 +295,8 @@ class HoldfastHandler(RendezvousHandler):
 def _say(text: str) -> None:
     """Tell the user, whatever torch's logging is set to."""
     with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away ends no node
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager
