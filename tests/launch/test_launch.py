@@ -36,7 +36,11 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path, url: str) -> None:
         assert [here.agents[name].code(20) for name in ("n0", "n1", "n2")] == [0, 0, 0]
         assert here.start("n7", *program).code(20) == 0
         assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
-        assert "has succeeded after 1 cycle" in here.agents["n7"].log.read_text()
+        assert "has succeeded after 1 cycle" in here.agents["n0"].log.read_text()
+        said = here.agents["n7"].log.read_text()
+        assert "NOTHING WAS STARTED: the run 'r' succeeded" in said
+        assert " UTC) after 1 cycle" in said
+        assert "give another name: --run NAME" in said
         assert here.status()["cycle"]["state"] == "succeeded"
 
 
@@ -55,6 +59,9 @@ def test_exit_codes_of_a_run_that_fails(tmp_path: Path, url: str) -> None:
             assert "exit code 7" in said
             assert "rank 0 has had enough" in said
         assert here.start("n7", *program).code(20) == 1
+        said = here.agents["n7"].log.read_text()
+        assert "NOTHING WAS STARTED: the run 'r' failed" in said
+        assert "exit code 7" in said
 
 
 def test_a_node_that_is_terminated_leaves_and_the_run_goes_on(tmp_path: Path, url: str) -> None:

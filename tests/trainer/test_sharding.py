@@ -28,6 +28,7 @@ from holdfast.trainer.ranks import Alone, Ranks, from_env
 from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.sharded import ShardedMachine
 from holdfast.trainer.sharding import ShardedTenant
+from listening import beyond_loopback, listeners
 from patience import HANG_S
 from trainer.other_rank import IDLE_S, STEP, batch, datum, held, never_pickle
 
@@ -39,6 +40,8 @@ class Led:
         self.machine = machine
         self.ranks = ranks
         self.notes = notes
+        self.other_pid = 0
+        self.before: set[tuple[str, int]] = set()
 
     def do(self, kind: str, snapshot: Snapshot | None = None, **details: Any) -> Answer:
         return lead(self.machine, self.ranks, Order(kind=kind, **details), snapshot)
@@ -131,8 +134,10 @@ def pair(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
             patch.setenv(name, value)
         settle()
         never_pickle(patch)
+        before = listeners()
         ranks = from_env(IDLE_S)
         led = Led(ShardedMachine(ours, "run", ranks), ranks, notes)
+        led.other_pid, led.before = child.pid, before
         yield led
         led.do(END)
         assert child.wait(HANG_S) == 0
@@ -305,6 +310,15 @@ def test_a_state_goes_to_another_number_of_ranks(
         assert [one.wait(60) for one in three] == [0, 0, 0]
     after = Snapshot(safetensors.torch.load_file(tmp_path / "after"), {}, {})
     close(after, pair.capture("z"))
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only(pair: Led) -> None:
+    """Nothing that ranks meet or speak by has a password: another machine must not reach it."""
+    pair.do("probe")
+    assert ("127.0.0.1", int(os.environ["MASTER_PORT"])) in listeners()
+    assert not beyond_loopback() - pair.before
+    assert listeners(pair.other_pid)
+    assert not beyond_loopback(pair.other_pid)
 
 
 def test_the_bits_are_the_same_in_every_life(pair: Led) -> None:

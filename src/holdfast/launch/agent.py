@@ -33,6 +33,7 @@ from holdfast.launch.workers import check
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.nursery import Nursery
 from holdfast.rendezvous.attend import attend
+from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cycle, Node, Rules
 from holdfast.rendezvous.rendezvous import Rendezvous
 
@@ -95,6 +96,7 @@ async def run(plan: Plan, nursery: Nursery | None = None) -> int:
 async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
     """Enter the rendezvous, and again whenever the lease was lost."""
     away_since: float | None = None
+    took_part = False
     loop = asyncio.get_running_loop()
     async with ledger.open(plan.settings.ledger_url) as opened:
         runtime = LiveRuntime(opened)
@@ -102,6 +104,9 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
             try:
                 async with _rendezvous(runtime, plan, crew.port()) as rendezvous:
                     away_since = None
+                    if rendezvous.head.record.final and not took_part:
+                        return _too_late(plan.settings.run, rendezvous.head.record)
+                    took_part = True
                     crew.rendezvous = rendezvous
                     renewals = asyncio.ensure_future(_renew(crew, plan.settings.lease_s))
                     try:
@@ -170,6 +175,10 @@ def _verdict(name: str, ended: Cycle | None, crew: NodeCrew) -> tuple[int, str]:
     if ended.state == "succeeded":
         return 0, f"{name} has succeeded after {cycles}"
     return 1, f"{name} has failed after {cycles}: {ended.cause or 'no reason was recorded'}"
+
+
+def _too_late(name: str, ended: Cycle) -> tuple[int, str]:
+    return int(ended.state != "succeeded"), used_name(name, ended, "--run")
 
 
 @contextlib.contextmanager

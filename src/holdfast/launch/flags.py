@@ -20,6 +20,7 @@ from holdfast.launch.spec import Kind, Spec
 from holdfast.launch.warm import PRELOAD
 from holdfast.ledger.types import MAX_LEASE_S
 from holdfast.machine import state_dir
+from holdfast.rendezvous.address import own
 from holdfast.rendezvous.records import Rules
 from holdfast.timeouts import DEFAULTS
 
@@ -87,7 +88,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
         raise Mistake("--grace is 0 or more, and --hang-after more than 0 seconds")
     if not identity.domain.isprintable() or len(identity.domain) > _DOMAIN_CHARS:
         raise Mistake(f"--domain: at most {_DOMAIN_CHARS} letters that can be printed")
-    address = _text(given["local_addr"]) or _address(url)
+    address = own(_text(given["local_addr"]), url)
     log_dir = given["log_dir"]
     folder = log_dir if isinstance(log_dir, Path) else state_dir() / "runs"
     try:
@@ -172,21 +173,6 @@ def _slots(text: str) -> int:
     if found is None:
         raise Mistake(f"--nproc-per-node {text!r}: write a number, gpu, cpu or auto")
     return found
-
-
-def _address(url: str) -> str:
-    """The address from which this node reaches the ledger; loopback when that is here."""
-    if not url.startswith("etcd://"):
-        return "127.0.0.1"
-    hosts = url.removeprefix("etcd://").partition("?")[0].rpartition("@")[2]
-    host, _, port = hosts.partition(",")[0].rpartition(":")
-    try:
-        kind, *_, place = socket.getaddrinfo(host.strip("[]"), int(port))[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as sock:
-            sock.connect(place)  # sends nothing: asks for the route
-            return str(sock.getsockname()[0])
-    except OSError as error:
-        raise Mistake(f"no way to the ledger at {host}: {error}; or give --local-addr") from None
 
 
 def describe(plan: agent.Plan) -> str:

@@ -157,7 +157,7 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
 def _decide_running(view: View, clock: Clock) -> Cycle | Wait:
     cycle = view.cycle
     if view.ends >= set(range(len(cycle.members))):
-        return _replace(cycle, state="succeeded")
+        return _replace(cycle, state="succeeded", succeeded_at=clock.unix_s)
     for rank, member in enumerate(cycle.members):
         there = view.nodes.get(member.name)
         if rank not in view.ends and (there is None or there[0] != member.life):

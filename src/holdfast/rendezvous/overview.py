@@ -12,7 +12,7 @@ from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.records import Cycle, Keys
 from holdfast.text import age, clean, plural, table
 
-__all__ = ["Overview", "lines", "look"]
+__all__ = ["Overview", "lines", "look", "used_name"]
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +83,20 @@ async def look(ledger: Ledger, run: str) -> Overview:
             release=node.release,
         )
     return Overview(run=run, cycle=cycle, nodes=tuple(seen.values()), revision=found.revision)
+
+
+def used_name(run: str, cycle: Cycle, flag: str) -> str:
+    """What a node hears that was started under the name of a run that had ended before."""
+    when = ""
+    if cycle.ended_at:
+        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(cycle.ended_at))
+        when = f" {age(time.time() - cycle.ended_at)} ago ({at})"
+    why = f". Why it failed: {cycle.cause}" if cycle.state == "failed" else ""
+    return (
+        f"NOTHING WAS STARTED: the run {run!r} {cycle.state}{when} after "
+        f"{plural(cycle.number, 'cycle')}, and a run that has ended stays ended. To run again, "
+        f"give another name: {flag} NAME{why}"
+    )
 
 
 def _waiting(ready_for: int, cycle: Cycle) -> str:

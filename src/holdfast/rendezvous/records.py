@@ -144,6 +144,15 @@ class Cycle(Record, frozen=True, kw_only=True):
     """The last causes, oldest first."""
     restarts: tuple[float, ...] = ()
     """When workers failed, as far as the budget counts it."""
+    succeeded_at: float = 0.0
+    """When the run succeeded, in seconds since 1970 by the closer's clock; 0: not known."""
+
+    @property
+    def ended_at(self) -> float:
+        """When the run ended, in seconds since 1970; 0: it has not, or that was not recorded."""
+        if self.state == "failed" and self.cause is not None:
+            return self.cause.at
+        return self.succeeded_at
 
     @property
     def final(self) -> bool:

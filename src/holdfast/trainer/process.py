@@ -27,6 +27,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
 from holdfast.nursery import turn_into
 from holdfast.procs import die_with_parent
+from holdfast.rendezvous.address import LOOPBACK
 from holdfast.trainer import nodes as nodes_of
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _launch(ranks: int, spares: int, folder: Path, *, fsdp: bool) -> NoReturn:
     name = f"{who.run}.{who.account}.{who.job}.{who.epoch}"
     logs = folder / who.account / who.job / "launch"
     given = ["--run", name, "--grace", "3", "--log-dir", str(logs)]
-    given += ["--max-restarts", "1000", "--last-call", "0"]
+    given += ["--max-restarts", "1000", "--last-call", "0", "--local-addr", LOOPBACK]
     modules = (*PRELOAD, "holdfast.trainer.sharded") if fsdp else PRELOAD
     given += [word for module in modules for word in ("--preload", module)]
     program = ["-m", "holdfast.trainer", *sys.argv[1:]]

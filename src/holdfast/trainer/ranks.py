@@ -6,6 +6,7 @@ the others notice in their next exchange, end too, and are started again togethe
 """
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -13,7 +14,11 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+# torch exports the store without saying so.
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from holdfast.errors import Mistake
+from holdfast.rendezvous.address import is_loopback, listen
 
 __all__ = ["Alone", "Ranks", "TorchRanks", "agreed", "from_env"]
 
@@ -143,5 +148,27 @@ def from_env(idle_s: float = 7 * 86_400.0, *, backend: str = "gloo") -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Alone()
-    dist.init_process_group(backend, timeout=timedelta(seconds=idle_s))
-    return TorchRanks(dist.get_rank(), size)
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=idle_s)
+    store = _store(rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return TorchRanks(rank, size)
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> TCPStore:
+    """Where ranks find each other. Rank 0 serves it, unless torchrun's agent does.
+
+    torch's own `env://` would listen on all interfaces, and gloo where this machine's name points.
+    """
+    name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+    if is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return TCPStore(
+        address,
+        port,
+        size,
+        is_master=serves,
+        timeout=timeout,
+        master_listen_fd=listen(address, port).detach() if serves else None,
+    )

@@ -4,11 +4,17 @@ These are the ideas of torch's own tests of handlers: ranks, restart on a change
 node that leaves, closing, the state after a shutdown; and what ours adds to them.
 """
 
+import gc
 import os
+import re
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +30,11 @@ from torch.distributed.elastic.utils import store as store_util
 
 from holdfast import ledger
 from holdfast.ledger.records import decode
-from holdfast.rendezvous.records import Cycle, Keys, Node
+from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.records import Cycle, Keys, Node, Rules
 from holdfast.rendezvous.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
+from listening import listeners
 from patience import HANG_S
 from rendezvous.torchrun.conftest import Make
 
@@ -217,6 +225,29 @@ def test_success_needs_every_node_and_sends_spares_and_late_comers_home_in_peace
     assert record(tmp_path).state == "succeeded"
 
 
+def test_a_used_run_name_cannot_be_taken_for_a_run(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's agent would print nothing and exit with 0: stderr says what did not happen, and why.
+
+    A run that ended before its end was recorded with a time is told without one.
+    """
+    (info,) = meet(make((1, 1)))
+    exit_barrier(info)
+    assert capfd.readouterr().err == ""
+    late = make((1, 1))
+    with pytest.raises(RendezvousGracefulExitError, match="NOTHING WAS STARTED"):
+        late.next_rendezvous()
+    said = capfd.readouterr().err
+    assert re.search(
+        r"holdfast: NOTHING WAS STARTED: the run 'r' succeeded \d+ s ago \(\d{4}-.* UTC\) after "
+        r"1 cycle.*--rdzv-id NAME\n",
+        said,
+    )
+    old = Cycle(number=2, state="succeeded", rules=Rules(minimum=1, maximum=1))
+    assert "'r' succeeded after 2 cycles" in used_name("r", old, "--run")
+
+
 def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_path: Any) -> None:
     """torch's agent counts restarts; when its own are used up, everybody learns why."""
     handlers = [make() for _ in range(2)]
@@ -228,7 +259,9 @@ def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_p
     until_told(handlers[1])
     with pytest.raises(RendezvousClosedError, match="another --rdzv-id"):
         handlers[1].next_rendezvous()
-    with pytest.raises(RendezvousClosedError):
+    with pytest.raises(
+        RendezvousClosedError, match=r"NOTHING WAS STARTED: .* rank 3 ended with 7"
+    ):
         make().next_rendezvous()
     assert record(tmp_path).state == "failed"
 
@@ -275,6 +308,72 @@ def test_the_state_after_a_shutdown(make: Make) -> None:
         handler.next_rendezvous()
     unused = make((1, 1), run="another")
     assert unused.shutdown()
+
+
+def test_the_store_listens_on_the_nodes_own_address_and_on_no_other(make: Make) -> None:
+    """It has no password: `--local-addr 127.0.0.1`, or an sqlite ledger, keeps others out."""
+    before = listeners()
+    node = make((1, 1))
+    (info,) = meet(node)
+    assert info.bootstrap_store_info is not None
+    port = info.bootstrap_store_info.master_port
+    assert listeners() - before == {("127.0.0.1", port)}
+    spare = behind(make((1, 1)).next_rendezvous)
+    wait_for(lambda: len(listeners() - before) == 2 or spare.done())
+    assert {address for address, _ in listeners() - before} == {"127.0.0.1"}
+    node.set_closed()  # type: ignore[no-untyped-call]
+    with pytest.raises(RendezvousClosedError):
+        spare.result(LIMIT_S)
+
+
+def test_nothing_listens_after_a_shutdown(make: Make) -> None:
+    """torch's agent still holds the store that it was given; its server is gone all the same."""
+    before = listeners()
+    handlers = [make(), make()]
+    infos = meet(*handlers)
+    gc.disable()
+    try:
+        for handler in handlers:
+            shut_down_with(handler, OSError("told to end"))
+        assert not listeners() - before
+    finally:
+        gc.enable()
+    assert infos
+
+
+@pytest.mark.long
+def test_children_that_are_forked_after_a_shutdown_live(tmp_path: Path) -> None:
+    """A server aborts the forked child that destroys it: there is no server any more."""
+    code = textwrap.dedent(f"""
+        import gc, os, threading
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+        gc.disable()
+        url = "sqlite:///{tmp_path}/ledger.db"
+        params = RendezvousParameters("holdfast", url, "r", 1, 1, local_addr="127.0.0.1")
+        handler = get_rendezvous_handler(params)
+        info = handler.next_rendezvous()
+        handler.shutdown()
+        if os.fork() == 0:
+            for _ in range(20):  # on the stacks of threads that were not forked
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            del handler, info, params
+            gc.collect()
+            os._exit(0)
+        raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
+    """)
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert ended.returncode == 0
+
+
+def test_a_cycle_that_is_over_has_no_store(make: Make) -> None:
+    """The next cycle's store is another; the old one's port is closed before."""
+    before = listeners()
+    handler = make((1, 1))
+    first = meet(handler)
+    second = meet(handler)
+    ports = [i.bootstrap_store_info.master_port for i in first + second if i.bootstrap_store_info]
+    assert {port for _, port in listeners() - before} == {ports[1]}
 
 
 def test_a_lost_lease_sends_the_agent_back_and_it_joins_again(make: Make, tmp_path: Any) -> None:

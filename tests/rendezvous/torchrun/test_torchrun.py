@@ -142,6 +142,10 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path) -> None:
         assert nodes.cycle().state == "succeeded"
         assert nodes.committed() == {"rank0": 1, "rank1": 1}
         assert "Traceback" not in nodes.story()
+        assert late.log is not None
+        assert "NOTHING WAS STARTED: the run 'r' succeeded" in late.log.read_text()
+        spares = [node for node in three if node.log and "without" in node.log.read_text()]
+        assert len(spares) == 1
         print(f"everybody had left {took_s:.2f} s after the workers were told to end")
 
 
@@ -161,7 +165,7 @@ def test_exit_codes_of_a_run_that_fails(tmp_path: Path) -> None:
         assert [cause.kind for cause in cycle.history] == ["failed"]  # the one restart
         late = nodes.start(*program, workers=1, flags=flags)
         assert nodes.codes(late, timeout_s=START_S) != [0]
-        assert "has failed" in nodes.story()[-1500:]
+        assert "NOTHING WAS STARTED: the run 'r' failed" in nodes.story()[-1500:]
 
 
 @pytest.mark.long

@@ -25,9 +25,11 @@ import os
 import sys
 from collections.abc import Coroutine, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
-from torch.distributed import DistError
+# torch exports the store without saying so.
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -45,12 +47,14 @@ from holdfast.ledger.base import Ledger
 from holdfast.ledger.records import load
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.loopthread import LoopThread
+from holdfast.rendezvous.address import listen
+from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
 from holdfast.rendezvous.torchrun import BACKEND
 from holdfast.rendezvous.torchrun.member import Ended, Membership, fail
 from holdfast.rendezvous.torchrun.options import Options
-from holdfast.rendezvous.torchrun.store import AgentStore, Over, host, listen, reach
+from holdfast.rendezvous.torchrun.store import AgentStore, Over, host, reach
 
 __all__ = ["HoldfastHandler"]
 
@@ -78,8 +82,8 @@ class HoldfastHandler(RendezvousHandler):
         self._thread: LoopThread | None = None
         self._ledger: Ledger = ledger.open(options.url)
         self._runtime = LiveRuntime(self._ledger)
-        self._member = Membership(self._runtime, options, listen)
-        self._store: AgentStore | None = None
+        self._member = Membership(self._runtime, options, partial(listen, options.node.address))
+        self._server: TCPStore | None = None
         self._finished = False
         self._succeeded = False
         self._dismissed = False
@@ -110,18 +114,18 @@ class HoldfastHandler(RendezvousHandler):
         """Wait for a place in the next cycle."""
         if self._closed:
             raise RendezvousClosedError(f"this handler of {self._options.run!r} was shut down")
-        self._store = None
         while True:
+            self._server = None
             place = self._join()
             try:
-                self._store = self._open_store(place)
+                store = self._open_store(place)
             except Over:
                 continue
             break
         self._tell_workers(place)
         _log.info("cycle %s: rank %s of %s nodes", place.cycle, place.rank, place.nodes)
         return RendezvousInfo(
-            self._store, place.rank, place.nodes, RendezvousStoreInfo(place.address, place.port)
+            store, place.rank, place.nodes, RendezvousStoreInfo(place.address, place.port)
         )
 
     def num_nodes_waiting(self) -> int:
@@ -166,25 +170,31 @@ class HoldfastHandler(RendezvousHandler):
         except Ended as end:
             cycle = end.cycle
         run = self._options.run
+        late = not self._member.took_part
         if cycle.state == "succeeded":
             self._dismissed = True
-            raise RendezvousGracefulExitError(f"the run {run!r} has succeeded without this node")
+            told = f"the run {run!r} has succeeded without this node"
+            if late:
+                told = used_name(run, cycle, "--rdzv-id")
+            _say(told)  # torch's agent says nothing, and its torchrun exits with 0
+            raise RendezvousGracefulExitError(told)
         raise RendezvousClosedError(
-            f"the run {run!r} has failed ({cycle.cause}): for another try give another --rdzv-id"
+            used_name(run, cycle, "--rdzv-id")
+            if late
+            else f"the run {run!r} has failed ({cycle.cause}): for another try give another "
+            "--rdzv-id"
         )
 
     def _open_store(self, place: Place) -> AgentStore:
-        stale = self._member.stale
         if place.rank == 0:
-            store = host(self._member.take_listener())
-        else:
-            try:
-                store = reach(place.address, place.port, stale)
-            except DistError as error:
-                raise RendezvousConnectionError(
-                    f"rank 0 says that it is at {place.address}:{place.port}, but is not reached "
-                    f"there: give it a --local-addr that the other nodes can reach"
-                ) from error
+            self._server = host(place.address, self._member.take_listener())
+        try:
+            store = reach(place.address, place.port, self._member.stale)
+        except DistError as error:
+            raise RendezvousConnectionError(
+                f"rank 0 says that it is at {place.address}:{place.port}, but is not reached "
+                f"there: give it a --local-addr that the other nodes can reach"
+            ) from error
         return AgentStore(store, place.rank, place.nodes, self)
 
     def _tell_workers(self, place: Place) -> None:
@@ -236,6 +246,8 @@ class HoldfastHandler(RendezvousHandler):
             _log.warning(
                 "%s could not be told that this node leaves: %s", self._options.run, trouble
             )
+        finally:
+            self._server = None  # nothing listens any more; a forked child inherits no server
         thread.stop()
         return farewell
 
@@ -278,6 +290,13 @@ class HoldfastHandler(RendezvousHandler):
                 raise
             self._thread = thread
         return self._thread.run(work)
+
+
+def _say(text: str) -> None:
+    """Tell the user, whatever torch's logging is set to."""
+    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away ends no node
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

@@ -75,6 +75,8 @@ class Membership:
         self._life = 0
         self._watching: asyncio.Task[None] | None = None
         self._stale = False
+        self.took_part = False
+        """Whether this node has met the run before it was over."""
 
     @property
     def place(self) -> Place | None:
@@ -130,6 +132,7 @@ class Membership:
         await rendezvous.__aenter__()
         self._rendezvous = rendezvous
         self._ready = rendezvous.head.record.number
+        self.took_part |= not rendezvous.head.record.final
         return rendezvous
 
     async def _wait_for_place(self, rendezvous: Rendezvous) -> None:

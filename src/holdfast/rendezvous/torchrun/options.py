@@ -18,13 +18,12 @@ import os
 import secrets
 import socket
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import Mistake
 from holdfast.ledger.types import join
-from holdfast.ledger.url import without_password
+from holdfast.rendezvous.address import own
 from holdfast.rendezvous.records import Node, Rules
 from holdfast.timeouts import DEFAULTS
 
@@ -93,7 +92,7 @@ def parse(params: "RendezvousParameters") -> Options:
     host = socket.gethostname()
     node = Node(
         cycle=0,
-        address=params.local_addr or _address(params.endpoint),
+        address=own(params.local_addr, params.endpoint),
         port=0,
         slots=1,  # torch tells its workers' number to nobody before ranks are given
         infra_rank=conf.infra_rank,
@@ -124,19 +123,3 @@ def _conf(given: dict[str, object]) -> _Conf:
                 f"{name}: {unknown if one['type'] == 'extra_forbidden' else one['msg']}"
             )
         raise Mistake("--rdzv-conf " + "; ".join(reasons)) from None
-
-
-def _address(url: str) -> str:
-    """The address from which this node reaches the ledger; loopback when that is here."""
-    if not url.startswith("etcd://"):
-        return "127.0.0.1"
-    try:
-        first = urlsplit(url.partition(",")[0])
-        kind, *_, place = socket.getaddrinfo(first.hostname, first.port or 2379)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as sock:
-            sock.connect(place)  # sends nothing: asks for the route
-            return str(sock.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise Mistake(
-            f"no way to the ledger at {without_password(url)}: {error}; or give --local-addr"
-        ) from None

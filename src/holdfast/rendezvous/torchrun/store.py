@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 # torch exports the stores without saying so.
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["AgentStore", "Over", "host", "listen", "reach"]
+__all__ = ["AgentStore", "Over", "host", "reach"]
 
 T = TypeVar("T")
 
@@ -60,18 +60,15 @@ class Course(Protocol):
         """Wait until the run has succeeded. Raises when the cycle ends otherwise."""
 
 
-def listen() -> socket.socket:
-    """A socket on a port of its own, for whoever turns out to be rank 0."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def host(address: str, listener: socket.socket) -> TCPStore:
+    """Serve the cycle's store on a socket, which belongs to it from now on.
 
-
-def host(listener: socket.socket) -> TCPStore:
-    """Serve the cycle's store on a socket, which belongs to it from now on."""
+    It is served until the last reference to what this returns is gone. So only the handler holds
+    it; the agent, and calls that are left behind, use a connection to it (`reach`).
+    """
     port = listener.getsockname()[1]
     return TCPStore(
-        "127.0.0.1",
+        address,
         port,
         is_master=True,
         wait_for_workers=False,
