@@ -11,7 +11,8 @@ pickle of things in `__main__`). Different from a plain start: the frames of thi
 the user's (`traceback.print_stack`), what `ps` and /proc/PID/environ show, and sitecustomize,
 which has run before the variables of `PER_SEAT` (spec.py) were there. No Python thread is
 there when the user's code begins, and no native one but those that the modules which were
-imported beforehand start by themselves (OpenBLAS does, if OMP_NUM_THREADS allows it).
+imported beforehand start by themselves (OpenBLAS does, if OMP_NUM_THREADS allows it). The order
+of imports is another; what torch makes of that is put right (`_keep_process_group`).
 
 SIGUSR2 writes the stacks of all threads to a file (faulthandler), from within the signal
 handler, so that it works while the GIL is held. An exception that ends the worker is also
@@ -55,6 +56,7 @@ def main(fd: int, preload: list[str]) -> None:
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise
+    _keep_process_group()
     if preload:
         # What was imported stays: the collector need not look at it again, above all not at the
         # end, where it would take most of the time.
@@ -81,6 +83,28 @@ def main(fd: int, preload: list[str]) -> None:
     except BaseException as error:
         _told(error)
         raise
+
+
+def _keep_process_group() -> None:
+    """Let the first default process group live until the process ends, as in a plain start.
+
+    torch.distributed.nn.functional holds the group of the moment when it is imported. In a plain
+    start the first optimizer or DDP model imports it, through torch._dynamo and after
+    `init_process_group`. Imported beforehand it holds none, and then the group ends with the DDP
+    model: torch 2.13's ~Reducer waits, with the GIL, for a thread of gloo that waits for the GIL.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    update = getattr(c10d, "_update_default_pg", None)
+    if update is None or "torch.distributed.nn.functional" not in sys.modules:
+        return
+    held: list[Any] = []
+
+    def update_and_hold(group: Any) -> None:
+        if group is not None and not held:
+            held.append(group)
+        update(group)
+
+    c10d._update_default_pg = update_and_hold
 
 
 def _read(fd: int) -> Any:
