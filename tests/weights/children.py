@@ -289,9 +289,9 @@ async def _obey(word: str, subscriber: Subscriber, pin: Pin) -> None:
 async def trainer(
     root: str, url: str, steps: int, step_s: float, retention: dict[str, Any]
 ) -> None:
-    """Train: publish version after version, at most one per `step_s`."""
+    """Train: publish version after version, at most one per `step_s`. No URL: marker files."""
     async with (
-        ledger.open(url) as led,
+        ledger.open(url) if url else contextlib.nullcontext() as led,
         Publisher(root, led, "policy", Retention(**retention)) as one,
     ):
         say("ready")
@@ -397,9 +397,62 @@ def naive_loader(root: str, load_s: float, last: int) -> None:
     say("report", error="", text="")
 
 
+def watch(
+    base: Path, marker: Path, load_s: float, last: int, stall_s: float = 0.0
+) -> dict[str, Any]:
+    """What prime-rl's watcher does: see STABLE, load by path, write the marker, next.
+
+    Before it looks for the first time it writes the marker too. It stalls once, after it has
+    seen a version and before it loads it.
+    """
+    write_marker(marker, 0)
+    loaded: list[int] = []
+    try:
+        while not loaded or loaded[-1] < last:
+            folder = newest_marked(base)
+            step = int(folder.name.removeprefix("step_")) if folder is not None else -1
+            if folder is None or (loaded and step <= loaded[-1]):
+                time.sleep(0.002)
+                continue
+            if len(loaded) == 2:
+                time.sleep(stall_s)
+            found = read_folder(folder, load_s / (LAYERS + 1))
+            if found != (step, 0):
+                raise Torn(f"{folder} holds version {found}")
+            loaded.append(step)
+            write_marker(marker, step)
+    except (OSError, safetensors.SafetensorError, Torn) as error:
+        return {"loaded": loaded, "error": f"{type(error).__name__}: {error}"}
+    return {"loaded": loaded, "error": ""}
+
+
+def write_marker(marker: Path, step: int) -> None:
+    """Write LOADED_STEP aside and rename it."""
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    aside = marker.with_name(f".{marker.name}")
+    aside.write_text(f"{step}\n")
+    aside.replace(marker)
+
+
+def watcher(base: str, marker: str, load_s: float, last: int, stall_s: float) -> None:
+    """A process that knows nothing of Holdfast but the marker."""
+    say("ready")
+    sys.stdin.readline()
+    say("report", **watch(Path(base), Path(marker), load_s, last, stall_s))
+
+
 CHILDREN: dict[str, Callable[..., Any]] = {
     one.__name__: one
-    for one in (publisher, readers, consumer, trainer, loader, naive_trainer, naive_loader)
+    for one in (
+        publisher,
+        readers,
+        consumer,
+        trainer,
+        loader,
+        watcher,
+        naive_trainer,
+        naive_loader,
+    )
 }
 
 

@@ -486,6 +486,7 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
     other = f"sqlite:///{tmp_path}/x.db"
     assert "is kept with marker files" in _run("weights", "ls", path, "--ledger", other, code=2)
     (foreign / SHARD).write_bytes(b"short")
+    (foreign / "STABLE").touch()
     assert "DAMAGED" in _run("weights", "verify", path, "9", code=6)
 
 

@@ -19,7 +19,16 @@ import safetensors.numpy
 import torch
 
 from holdfast import faults, ledger
-from holdfast.errors import Corrupt, Fenced, Gone, LeaseLost, Mistake, NotFound, Unavailable
+from holdfast.errors import (
+    Conflict,
+    Corrupt,
+    Fenced,
+    Gone,
+    LeaseLost,
+    Mistake,
+    NotFound,
+    Unavailable,
+)
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.procs import Child, spawn
 from holdfast.weights import Publisher, Retention, Subscriber, Swept, Version
@@ -516,7 +525,9 @@ async def test_a_foreign_version_that_is_not_whole_is_not_loaded(
     markers: World, harm: Callable[[Path], object], message: str
 ) -> None:
     """What can be seen without a manifest is seen, and names the file."""
-    harm(foreign(markers, 1))
+    folder = foreign(markers, 1)
+    harm(folder)
+    (folder / "STABLE").touch()
     async with markers.subscriber() as reader:
         with pytest.raises(Corrupt, match=message):
             async with reader.pin():
@@ -579,6 +590,23 @@ async def test_a_foreign_version_that_its_trainer_deletes_is_gone_and_the_newest
             assert pin.number == 2
 
 
+async def test_files_that_are_written_over_under_a_pin_are_told(markers: World) -> None:
+    """A trainer that writes over a shard in place: `check` and `load_into` say so."""
+    folder = foreign(markers, 1)
+    async with markers.subscriber() as reader, reader.pin(1) as pin:
+        target = {name: tensor.clone() for name, tensor in pin.state_dict().items()}
+        pin.load_into(target)
+        await pin.check()
+        time.sleep(0.02)  # the clock of some file systems has ticks of 10 ms
+        with (folder / "model-00002-of-00002.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\1")
+        with pytest.raises(Conflict, match="written again"):
+            pin.load_into(target)
+        with pytest.raises(Conflict, match="written again"):
+            await pin.check()
+
+
 async def test_versions_of_others_are_swept_only_if_asked_for(markers: World) -> None:
     """Holdfast deletes what it did not write only for whoever says so, and never under a pin."""
     for step in range(4):
@@ -592,27 +620,27 @@ async def test_versions_of_others_are_swept_only_if_asked_for(markers: World) ->
 
 
 @pytest.mark.parametrize("place", [".holdfast/consumers/orchestrator/LOADED_STEP", "LOADED_STEP"])
-async def test_a_foreign_consumer_is_respected(markers: World, place: str) -> None:
+async def test_a_foreign_consumer_is_respected(world: World, place: str) -> None:
     """Whoever only writes LOADED_STEP keeps that version and all newer ones, while it is fresh."""
-    path = markers.base / place
-    async with markers.publisher() as publisher:
+    path = world.base / place
+    async with world.publisher() as publisher:
         await publisher.publish(0, weights(0))
         path.parent.mkdir(exist_ok=True)
         path.write_text("0\n")
         for step in (1, 2):
             await publisher.publish(step, weights(step))
-        assert markers.folders() == [0, 1, 2]
+        assert world.folders() == [0, 1, 2]
         path.write_text("1")
         await publisher.sweep()
-        assert markers.folders() == [1, 2]
+        assert world.folders() == [1, 2]
         path.write_text("not a number")
         await publisher.publish(3, weights(3))
-        assert markers.folders() == [1, 2, 3], "what is not understood holds everything"
+        assert world.folders() == [1, 2, 3], "what is not understood holds everything"
         path.write_text("1")
         long_ago = time.time() - FOREIGN_LEASE_S - 5
         os.utime(path, (long_ago, long_ago))
         await publisher.sweep()
-        assert markers.folders() == [3]
+        assert world.folders() == [3]
         assert path.exists(), "what others wrote is theirs"
 
 

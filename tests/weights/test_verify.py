@@ -49,6 +49,9 @@ class CountingFile(OpenFile):
         self._views[self.inode] += 1
         return self._file.view()
 
+    def is_changed(self) -> bool:
+        return self._file.is_changed()
+
     def close(self) -> None:
         self._file.close()
 

@@ -42,6 +42,7 @@ class SimFile(OpenFile):
         self.handle = handle
         self.bytes = len(handle.inode.data)
         self.inode = handle.inode.number
+        self._mtime_s = handle.inode.mtime_s
         self._private: bytearray | None = None
         self._closed = False
 
@@ -52,6 +53,11 @@ class SimFile(OpenFile):
         if self._private is None:
             self._private = bytearray(self.handle.inode.data[: self.bytes])
         return memoryview(self._private)
+
+    def is_changed(self) -> bool:
+        """See `OpenFile.is_changed`."""
+        inode = self.handle.inode
+        return (len(inode.data), inode.mtime_s) != (self.bytes, self._mtime_s)
 
     def close(self) -> None:
         """See `OpenFile.close`."""

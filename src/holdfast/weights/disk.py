@@ -73,6 +73,10 @@ class OpenFile(abc.ABC):
         """
 
     @abc.abstractmethod
+    def is_changed(self) -> bool:
+        """Whether the file was written to in place since it was opened."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of it. Views that are still in use stay valid."""
 

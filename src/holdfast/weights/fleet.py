@@ -216,7 +216,8 @@ class Fleet:
         """Wait for the end of a round, and help it along."""
         limit_s = self._limit_s()
         deadline_s = self._runtime.now() + limit_s
-        while self._runtime.now() < deadline_s:
+        while True:
+            late = self._runtime.now() >= deadline_s  # even then: we may have been stopped
             seen = self._follower.count
             with contextlib.suppress(Retriable, UnknownOutcome):
                 target, members = await self._look()
@@ -225,8 +226,9 @@ class Fleet:
                 if target.phase == "idle":
                     return target, members
                 await self._follower.drive()
+            if late:
+                raise TimedOut(f"round {number} of the fleet did not end within {limit_s} s")
             await self._follower.moved(seen)
-        raise TimedOut(f"round {number} of the fleet did not end within {limit_s} s")
 
     def _limit_s(self) -> float:
         """How long a round may take, with something to spare."""

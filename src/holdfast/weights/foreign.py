@@ -6,8 +6,13 @@ that are there, and of `…-00002-of-00004…` all four are there. Bytes that we
 
 Such a trainer may also delete by its own rules, whatever anybody has pinned. The folder is
 listed before and after its files are opened, so a version that was being deleted meanwhile
-is told as `Gone`; what was opened stays readable. A trainer that writes over a file in place
-changes it under its readers; one that cuts it short kills them.
+is told as `Gone`; what was opened stays readable.
+
+It may write a step again that has its STABLE. What was opened is compared by inode, size and
+time with both listings, and the version is looked up once more after its files were parsed:
+files of two writings are told as `Conflict`, and pinned again. A trainer that replaces files
+cannot change what was opened; one that writes over a file in place changes it under its
+readers (`changed` tells), and one that cuts it short kills them.
 """
 
 import errno
@@ -19,13 +24,13 @@ import msgspec
 
 from holdfast.errors import Conflict, Corrupt, Gone
 from holdfast.weights import stfile
-from holdfast.weights.disk import Disk, Folder, OpenFile
+from holdfast.weights.disk import Disk, Folder, Item, OpenFile
 from holdfast.weights.layout import version_folder
 from holdfast.weights.manifest import STABLE, FileEntry, Manifest, TensorEntry, is_plain
 from holdfast.weights.shards import ADAPTER
 from holdfast.weights.writing import close_files, open_files
 
-__all__ = ["describe", "open_version"]
+__all__ = ["changed", "describe", "open_version", "rewritten"]
 
 MAX_FILES = 10_000
 MAX_INDEX_BYTES = 64 << 20
@@ -42,9 +47,9 @@ class _Index(msgspec.Struct, frozen=True):
 
 async def open_version(folder: Folder, number: int) -> dict[str, OpenFile]:
     """Open all files of a version. Raises `Gone` when somebody is deleting it."""
-    names = await _names(folder, number)
+    items = await _items(folder, number)
     try:
-        files = await open_files(folder, names)
+        files = await open_files(folder, [item.name for item in items])
     except FileNotFoundError:
         raise _gone(number) from None
     except OSError as error:
@@ -52,22 +57,38 @@ async def open_version(folder: Folder, number: int) -> dict[str, OpenFile]:
             raise
         raise Corrupt(f"{error.filename} of version {number} is not an ordinary file") from error
     try:
-        if await _names(folder, number) != names:
-            raise Conflict(f"files came or went while version {number} was opened: try again")
+        opened = [(item.inode, item.bytes) for item in items]
+        if opened != [(file.inode, file.bytes) for file in files.values()]:
+            raise rewritten(number)
+        if await _items(folder, number) != items:
+            raise rewritten(number)
     except BaseException:
         close_files(files)
         raise
     return files
 
 
-async def _names(folder: Folder, number: int) -> list[str]:
+async def _items(folder: Folder, number: int) -> list[Item]:
     items = await folder.items()
     if not any(item.name == STABLE for item in items):
         raise _gone(number)
-    names = [item.name for item in items if not item.is_folder and is_plain(item.name)]
-    if len(names) > MAX_FILES:
-        raise Corrupt(f"version {number} has {len(names)} files; the limit is {MAX_FILES}")
-    return names
+    found = [item for item in items if not item.is_folder and is_plain(item.name)]
+    if len(found) > MAX_FILES:
+        raise Corrupt(f"version {number} has {len(found)} files; the limit is {MAX_FILES}")
+    return found
+
+
+def changed(files: Mapping[str, OpenFile]) -> bool:
+    """Whether any of these files was written to since it was opened."""
+    return any(file.is_changed() for file in files.values())
+
+
+def rewritten(number: int) -> Conflict:
+    """What a reader is told that may have files of two writings of one version."""
+    return Conflict(
+        f"version {number} was written again by its trainer while it was loaded: load it again",
+        version=number,
+    )
 
 
 def _gone(number: int) -> Gone:

@@ -79,6 +79,7 @@ class LocalFile(OpenFile):
             status = os.fstat(descriptor)
             self.bytes = status.st_size
             self.inode = status.st_ino
+            self._mtime_ns = status.st_mtime_ns
             if self.bytes:  # nothing cannot be mapped
                 self._map = mmap.mmap(
                     descriptor,
@@ -95,6 +96,11 @@ class LocalFile(OpenFile):
         if self.descriptor < 0:
             raise ValueError("the file is closed")
         return memoryview(bytearray() if self._map is None else self._map)
+
+    def is_changed(self) -> bool:
+        """See `OpenFile.is_changed`."""
+        status = os.fstat(self.descriptor)
+        return (status.st_size, status.st_mtime_ns) != (self.bytes, self._mtime_ns)
 
     def close(self) -> None:
         """See `OpenFile.close`. The mapping goes when the last view of it goes."""

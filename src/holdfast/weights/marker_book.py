@@ -121,7 +121,9 @@ class MarkerBook(Book):
         writer = Writer(
             epoch=0, name=self._name, nonce=f"{self._runtime.random.getrandbits(64):016x}"
         )
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            # Jitter, so that several who take over at once get out of each other's way.
+            await self._runtime.sleep(0.005 * attempt * self._runtime.random.random())
             found = await self._markers.versions()
             used = [one.version.epoch for one in found.values()]
             epoch = max([0, *used, *await self._markers.listed(self._layout.writers)]) + 1

@@ -16,12 +16,19 @@ This module reads them. What is read is judged by pure functions (`judge`, `memb
 rest is access. A consumer lives while the file system's clock is less than its lease beyond
 the newest of its files; one that is not ours holds everything from its number on, because
 nobody knows what it will load next. What cannot be read holds everything while it is fresh.
+In a channel with a ledger only the files of consumers that are not ours mean anything
+(`Markers.foreign`).
+
+STABLE is written last. A foreign trainer that writes a step again may leave the old STABLE in
+place meanwhile; so a version with a file that is newer than its STABLE does not count before
+that file was left alone for `SETTLE_S`. (A copy of a folder may have such files for ever.)
 
 Reading costs a few small calls per version folder and per consumer. Manifests are read once
 and remembered by inode, size and time.
 """
 
 import contextlib
+import errno
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +44,7 @@ from holdfast.weights.disk import Disk, Folder, Item
 from holdfast.weights.layout import MAX_VERSION, Layout, number
 from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, STABLE, decode, digest
 from holdfast.weights.records import Consumer, Head, Mark, Swept, Version
-from holdfast.weights.trouble import DENIED, NOT_A_FILE, translate
+from holdfast.weights.trouble import DENIED, FULL, NOT_A_FILE, translate
 
 __all__ = [
     "FOREIGN_LEASE_S",
@@ -58,6 +65,9 @@ HEAD, STATE, HEARTBEAT, LOADED_STEP = "HEAD", "STATE", "HEARTBEAT", "LOADED_STEP
 
 FOREIGN_LEASE_S = DEFAULTS.foreign_lease_s
 """How long a consumer that is not ours counts after it last wrote: it may load for long."""
+
+SETTLE_S = 10.0
+"""How long a foreign trainer may pause while it writes a step again under its old STABLE."""
 
 MAX_MARKER_BYTES = 64 << 10
 _HASH = re.compile(rb"[0-9a-f]{32}\s*")
@@ -129,6 +139,12 @@ def judge(number: int, files: Mapping[str, Item], stable: bytes, manifest: bytes
     if promised and promised != says.content:
         return Found(ours, f"its {MANIFEST} and its {STABLE} do not belong together")
     return Found(ours)
+
+
+def written_until(files: Mapping[str, Item]) -> float | None:
+    """When a file was written that is newer than STABLE; None: STABLE is the newest."""
+    newest_s = max(item.mtime_s for item in files.values())
+    return newest_s if newest_s > files[STABLE].mtime_s else None
 
 
 def life(folder: str) -> str | None:
@@ -218,7 +234,7 @@ class Markers:
         return sorted((one for one in names if one is not None), reverse=True)
 
     async def find(self, one: int) -> Found | None:
-        """The version if its folder is there and has its STABLE, marked or not."""
+        """The version if its folder is there, settled, and has its STABLE, marked or not."""
         try:
             async with await self.disk.folder(self.layout.version(one)) as folder:
                 files = {item.name: item for item in await folder.items() if not item.is_folder}
@@ -234,11 +250,18 @@ class Markers:
                 manifest = None
                 if MANIFEST in files:
                     manifest = await _small(folder, MANIFEST, MAX_MANIFEST_BYTES)
+                elif await self._is_being_written(files):
+                    return None
         except (FileNotFoundError, NotADirectoryError):
             return None  # it went while we looked
         found = await self.disk.work(judge, one, files, stable, manifest)
         self._known[one] = (identity, found)
         return found
+
+    async def _is_being_written(self, files: Mapping[str, Item]) -> bool:
+        """Whether a foreign trainer seems to write a version again under its old STABLE."""
+        until_s = written_until(files)
+        return until_s is not None and await self._now() < until_s + SETTLE_S
 
     async def head(self) -> int | None:
         """The largest number that was ever published, as far as anybody knows."""
@@ -246,15 +269,9 @@ class Markers:
         for one in await self._numbers():
             if recorded is not None and one <= recorded.version:
                 break
-            if await self._stable(one):
+            if await self.find(one) is not None:
                 return one
         return recorded.version if recorded else None
-
-    async def _stable(self, one: int) -> bool:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            async with await self.disk.folder(self.layout.version(one)) as folder:
-                return any(item.name == STABLE for item in await folder.items())
-        return False
 
     async def recorded(self) -> Head | None:
         """What the file HEAD says."""
@@ -291,24 +308,29 @@ class Markers:
         The clock is read first: whoever seems dead by it finds, whenever it touches its
         heartbeat next, that it came too late.
         """
+        now_s, items = await self._now(), []
         try:
             async with await self.disk.folder(self.layout.consumers) as folder:
-                now_s = await self._clock(folder)
                 items = await folder.items()
         except FileNotFoundError:
             if not self._reading:
                 raise
-            now_s, items = time.time(), []
         found = [await self._member(item) for item in items if item.is_folder]
         found.append(await self._member(None))
         return now_s, tuple(one for one in found if one is not None)
 
-    async def _clock(self, folder: Folder) -> float:
-        """The file system's time, which takes the right to write there."""
+    async def foreign(self) -> tuple[Member, ...]:
+        """The consumers that are not ours, beside a ledger; their `until_s` counts from now."""
+        now_s, members = await self.members()
+        return tuple(Member(one.id, one.record, one.until_s - now_s) for one in members)
+
+    async def _now(self) -> float:
+        """The file system's time, which takes the right to write, and a little room."""
         try:
-            return await folder.clock()
+            async with await self.disk.folder(self.layout.consumers) as folder:
+                return await folder.clock()
         except OSError as error:
-            if not self._reading or error.errno not in DENIED:
+            if not self._reading or error.errno not in (errno.ENOENT, *DENIED, *FULL):
                 raise
             return time.time()
 

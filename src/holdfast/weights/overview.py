@@ -107,7 +107,7 @@ async def collect(channel: Channel, book: Book, about: About | None) -> Overview
     """Look at everything."""
     sweeper = Sweeper(channel, book, Retention())
     scan = await sweeper.scan()
-    view = await book.view()
+    view = await sweeper.view()
     if view.versions.keys() - scan.versions.keys():  # published between the two?
         scan.versions = {**(await sweeper.scan()).versions, **scan.versions}
     unknown = scan.versions.keys() - view.versions.keys()
@@ -138,7 +138,7 @@ async def _epoch(channel: Channel, number: int) -> int | None:
 
 async def _lease(channel: Channel, view: View, member: Member) -> LeaseInfo | None:
     """How long a consumer still counts. None: its time is over, or there is no telling."""
-    if channel.has_ledger:
+    if channel.has_ledger and member.until_s == float("inf"):
         try:
             return await channel.runtime.ledger.lease_info(int(member.id.rpartition("-")[2]))
         except LeaseLost:

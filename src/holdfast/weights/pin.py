@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast import faults
 from holdfast.errors import LeaseLost, Mistake
 from holdfast.tensors import as_numpy, as_torch
+from holdfast.weights import foreign
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
 from holdfast.weights.disk import OpenFile
@@ -80,13 +81,22 @@ class Pin:
         return self._seat.lost.is_set() or not self._seat.believes()
 
     async def check(self) -> None:
-        """Ask the book whether the pin still counts; raise `LeaseLost` if not."""
+        """Ask the book whether the pin still counts; raise `LeaseLost` if not.
+
+        `Conflict`: a foreign trainer has written over the files that we read.
+        """
         if self.lost or not await self._seat.holds(self.number):
             raise LeaseLost(
                 f"the pin of version {self.number} has ended: tensors that are open stay "
                 "right, paths may be gone; pin again",
                 version=self.number,
             )
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Raise `Conflict` when a foreign trainer has written over files that we read."""
+        if not self.verified and not self._left and foreign.changed(self._files):
+            raise foreign.rewritten(self.number)
 
     def raw(self, name: str) -> memoryview:
         """The bytes of one tensor."""
@@ -111,7 +121,8 @@ class Pin:
     def load_into(self, target: "Mapping[str, Tensor]") -> None:
         """Copy everything into tensors that are already there, such as `model.state_dict()`.
 
-        Names, shapes and kinds are compared first: either all is loaded or nothing.
+        Names, shapes and kinds are compared first: either all is loaded or nothing. `Conflict`:
+        a foreign trainer wrote over the files meanwhile, and what was loaded must not be used.
         """
         found = self.fits(target)
         import torch
@@ -119,6 +130,7 @@ class Pin:
         with torch.no_grad():
             for name, tensor in found.items():
                 target[name].copy_(tensor)
+        self._check_unchanged()
 
     def fits(self, target: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
         """Our tensors for these places; a `Mistake` names what does not fit."""

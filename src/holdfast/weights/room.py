@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from holdfast import events
-from holdfast.errors import NoRoom, TooLarge
+from holdfast.errors import HoldfastError, NoRoom, TooLarge
 from holdfast.text import numbers, size
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book
 from holdfast.weights.policy import Hold, Retention
 from holdfast.weights.sweep import Report, Sweeper
@@ -46,9 +47,11 @@ async def make_room(
                 consumers=tuple(hold.consumer for hold in report.holds),
             )
         )
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(policy.wait_s):
                 report = await _until_room(sweeper, book, step, new_bytes, report)
+        except TimeoutError:  # we may have been stopped meanwhile: look once more
+            report = await sweeper.sweep(new_bytes)
     if report.missing_bytes:
         raise NoRoom(
             f"version {step} needs {size(new_bytes)}, {size(report.missing_bytes)} more than "
@@ -63,13 +66,23 @@ async def _until_room(
     telling = asyncio.create_task(_tell(step, report))
     try:
         async with contextlib.aclosing(book.changes()) as changes:
-            async for _ in changes:
-                report = await sweeper.sweep(new_bytes)
-                if not report.missing_bytes:
-                    return report
+            coming = asyncio.ensure_future(anext(changes))
+            try:
+                while True:
+                    # A ledger does not tell of consumers that only write LOADED_STEP.
+                    await asyncio.wait({coming}, timeout=DEFAULTS.marker_poll_s)
+                    if coming.done():
+                        coming.result()
+                        coming = asyncio.ensure_future(anext(changes))
+                    report = await sweeper.sweep(new_bytes)
+                    if not report.missing_bytes:
+                        return report
+            finally:
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError, HoldfastError):
+                    await coming
     finally:
         telling.cancel()
-    raise AssertionError("changes go on for ever")
 
 
 async def _tell(step: int, report: Report) -> None:

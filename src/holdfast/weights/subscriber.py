@@ -17,7 +17,7 @@ reports there what it still serves; its old pins have ended.
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -234,10 +234,21 @@ class Subscriber:
                                     return found
                     await self._runtime.sleep(0.2 + 0.2 * self._runtime.random.random())
         except TimeoutError:
+            if (found := await self._look_once(arrived)) is not None:
+                return found
             raise TimedOut(
                 f"{what} was not published within {timeout_s} s at {self._where()}: "
                 f"{await self._known()}"
             ) from None
+
+    async def _look_once(
+        self, arrived: Callable[[int | None], Awaitable[Version | None]]
+    ) -> Version | None:
+        """What there is by now: a process that was stopped had no time to look."""
+        with contextlib.suppress(Retriable, TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                return await arrived((await self._book.view()).head)
+        return None
 
     async def _known(self) -> str:
         """What there is instead of what somebody waits for."""
@@ -345,6 +356,7 @@ class Subscriber:
             faults.point(CHECKED)
             if manifest is None:
                 manifest = await foreign.describe(self.channel.disk, record.version, files)
+                await self._check_unchanged(record, files)
             else:
                 await check_files(self.channel.disk, manifest, files)
             self._loaded[record.version] = record.content
@@ -352,6 +364,11 @@ class Subscriber:
         except BaseException:
             close_files(files)
             raise
+
+    async def _check_unchanged(self, record: Version, files: Mapping[str, OpenFile]) -> None:
+        """Raise `Conflict` when a foreign trainer writes a version again that we have opened."""
+        if await self._book.lookup(record.version) != record or foreign.changed(files):
+            raise foreign.rewritten(record.version)
 
     async def _unpin(self, seat: Seat, number: int) -> None:
         """Give up a pin; if that does not work it ends with the lease."""

@@ -10,6 +10,11 @@ sweep that was killed is finished by the next one, whoever runs it. The order ma
 3. A folder is moved away **by name only if its number can never be published any more**
    (it is not in the book, and the head is not below it). So a sweeper that was stopped for
    an hour and wakes up still moves away only what nobody will ever want.
+
+Consumers that are not ours and only write LOADED_STEP count in a channel with a ledger too.
+They are read after the ledger. A sweep gives up only what lies below the head that it read
+before, so a consumer that writes its file first and then looks for the newest version finds
+one that no sweep under way gives up.
 """
 
 import contextlib
@@ -24,6 +29,7 @@ from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Disk, Item
 from holdfast.weights.layout import Layout, epoch_of, number
 from holdfast.weights.manifest import MANIFEST, MARKER, MAX_MANIFEST_BYTES, STABLE, decode
+from holdfast.weights.markers import FOREIGN_LEASE_S, Markers
 from holdfast.weights.policy import (
     Files,
     Hold,
@@ -113,6 +119,7 @@ class Sweeper:
         self._layout = channel.layout
         self._book = book
         self._retention = retention
+        self._foreign = Markers(channel.disk, channel.layout, FOREIGN_LEASE_S, reading=True)
 
     async def scan(self) -> Scan:
         """List the channel's folder."""
@@ -152,10 +159,18 @@ class Sweeper:
                 files.update(await self._tree(f"{path}/{item.name}", depth - 1))
         return files
 
+    async def view(self) -> View:
+        """What the book says, and in a channel with a ledger who else writes LOADED_STEP."""
+        view = await self._book.view()
+        if self._channel.has_ledger:
+            foreign = await self._foreign.foreign()
+            view = msgspec.structs.replace(view, members=(*view.members, *foreign))
+        return view
+
     async def sweep(self, reserve_bytes: int = 0, *, dry_run: bool = False) -> Report:
         """Delete what may go; `reserve_bytes` is room that is wanted on top."""
         scan = await self.scan()
-        view = await self._book.view()
+        view = await self.view()
         versions = on_disk(scan, view)
         chosen = deletable(
             versions,
