@@ -205,9 +205,9 @@ async def test_whoever_else_listens_at_the_port_is_not_the_trainer(
             try:
                 with pytest.raises(pytest.fail.Exception):
                     await until(jobs, is_running, limit_s=2.0)
-            finally:
-                server.shutdown()
-                thread.join()
+            finally:  # not in this thread: the server may be waiting for what our loop has to send
+                await asyncio.to_thread(server.shutdown)
+                await asyncio.to_thread(thread.join)
 
 
 async def test_deleted_means_that_nothing_of_it_lives(jobs: Jobs, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Many tasks and many processes on one ledger: sums are right, histories are possible."""
 
 import asyncio
-import itertools
 import random
 import signal
 import sys
@@ -109,11 +108,13 @@ def _has_begun(path: Path) -> bool:
 
 def _overlaps(history: list[Operation]) -> int:
     """How many operations began while another process was in the middle of one."""
-    known = sorted((one for one in history if one.returned), key=lambda one: one.invoked)
-    return sum(
-        one.process != next_.process and next_.invoked < (one.returned or 0)
-        for one, next_ in itertools.pairwise(known)
-    )
+    busy_until: dict[str, int] = {}
+    overlapping = 0
+    for one in sorted(history, key=lambda one: one.invoked):
+        others = (until for process, until in busy_until.items() if process != one.process)
+        overlapping += one.invoked < max(others, default=0)
+        busy_until[one.process] = one.returned or 0
+    return overlapping
 
 
 def _judge(history: list[Operation], kept: Path) -> None:
