@@ -256,6 +256,29 @@ async def test_a_deletion_is_ended_by_the_successor() -> None:
             assert not there.running.done()
 
 
+async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path: Path) -> None:
+    """Published, and until when they are kept: once it was said, a kill changes nothing of it.
+    What is over goes with files and record; the rest stays."""
+    async with ledgers.open("memory:") as ledger:
+        async with life(ledger, real_vault(tmp_path)) as there:
+            model, _ = await there.model()
+            for name in ("kept", "over"):
+                await there.do(model, ops.SaveWeights(name=name, ttl_s=3600))
+            kept, over = ((model, "weights", name) for name in ("kept", "over"))
+            await there.core.saves.change(kept, public=True)
+            await there.core.saves.change(kept, expires_at=0.0)
+            await there.core.saves.change(over, expires_at=time.time() - 1)
+        async with life(ledger, real_vault(tmp_path), epoch=2) as there:
+            with pytest.raises(NotFound, match="time to live"):
+                there.core.saves.at(over)
+            await there.trainer.upkeep.look()
+            save = there.core.saves.at(kept)
+            assert (save.public, save.expires_at) == (True, 0.0)
+            assert (tmp_path / f"{model}.w.kept").exists()
+            assert not (tmp_path / f"{model}.w.over").exists()
+            assert await ledger.get(KEYS.save(*over)) is None
+
+
 async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> None:
     """The old weights go, the new ones stay, with their record and their files."""
     async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:

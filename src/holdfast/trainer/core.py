@@ -173,7 +173,13 @@ class Core:
         if op.load is not None:
             _, save = self.saves.find(op.load.path)
             base, lora = op.base or save.base, save.lora
-        model = Model(session=session, base=base, lora=lora, created_at=self.wall())
+        model = Model(
+            session=session,
+            base=base,
+            lora=lora,
+            created_at=self.wall(),
+            metadata=op.metadata,
+        )
         state = self.lines.get(name)
         if state is None:
             # The promise and the model's record become durable together.

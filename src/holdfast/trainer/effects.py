@@ -32,8 +32,9 @@ from holdfast.trainer import ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Write, patient
 from holdfast.trainer.ops import Failed, Op, Outcome
-from holdfast.trainer.paths import SAMPLER, STATE, unparse
+from holdfast.trainer.paths import FOLDERS, SAMPLER, STATE, adapter, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
+from holdfast.trainer.saves import Where
 from holdfast.trainer.seams import Kept, Snapshot
 from holdfast.trainer.state import (
     State,
@@ -196,7 +197,7 @@ class Effects:
         self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
     ) -> Effect:
         core = self._core
-        where, save = core.saves.find(op.path, state.name)
+        where, save = self._saved(state, op)
         if op.optimizer and not save.optimizer:
             raise Mistake(f"{op.path} has no optimizer state: load it without")
         kept = await self._weights(f"the weights {op.path}", channel_of(*where), save.version)
@@ -205,7 +206,19 @@ class Effects:
         await core.journal.flushed()
         channel = checkpoints_of(state.name)
         await self.patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
-        return Effect(outcome or ops.Loaded(path=op.path), trims=True)
+        loaded = ops.Loaded(path=op.path, adapter_of=state.name if op.adapter else "")
+        return Effect(outcome or loaded, trims=True)
+
+    def _saved(self, state: State, op: ops.LoadWeights) -> tuple[Where, Save]:
+        core = self._core
+        if not op.adapter:
+            return core.saves.find(op.path, state.name)
+        assert state.model is not None
+        found = core.saves.find(adapter(op.path, core.owner), state.name, FOLDERS)
+        if state.model.lora is None or found[1].lora is None:
+            whole = state.name if state.model.lora is None else op.path
+            raise Mistake(f"{whole} has all the weights of a model, and no adapter")
+        return found
 
     async def _unload(self, state: State) -> Effect:
         assert state.model is not None
@@ -226,7 +239,7 @@ class Effects:
         snapshot = await core.compute.capture(state.name)
         kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
         await faults.apoint(SAVED)
-        save = self._record(state, name, number, kept, op.ttl_s, optimizer=True)
+        save = self._record(state, name, number, kept, op)
         told = core.saves.tell(unparse(*where), save, kept.hash)
         return Effect(ops.Saved(path=unparse(*where)), told, save=(where, save))
 
@@ -258,7 +271,7 @@ class Effects:
             raise Mistake(f"{unparse(*where)} is there already: use another name")
         kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
         await faults.apoint(EXPORTED)
-        save = self._record(state, name, number, kept, op.ttl_s, optimizer=False)
+        save = self._record(state, name, number, kept, op)
         told = core.saves.tell(unparse(*where), save, kept.hash)
         return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
 
@@ -277,9 +290,7 @@ class Effects:
         name: str,
         number: int,
         kept: Kept,
-        ttl_s: int | None,
-        *,
-        optimizer: bool,
+        op: ops.SaveWeights | ops.SaveForSampler,
     ) -> Save:
         assert state.model is not None
         now = self._core.wall()
@@ -289,10 +300,11 @@ class Effects:
             version=kept.version,
             base=state.model.base,
             lora=state.model.lora,
-            optimizer=optimizer,
+            optimizer=isinstance(op, ops.SaveWeights),
             bytes=kept.bytes,
             created_at=now,
-            expires_at=now + ttl_s if ttl_s else 0.0,
+            expires_at=now + op.ttl_s if op.ttl_s else 0.0,
+            metadata=op.metadata,
         )
 
     async def _sample(self, state: State, number: int, op: ops.Sample) -> Outcome:

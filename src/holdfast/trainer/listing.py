@@ -30,8 +30,9 @@ def checkpoint(where: Where, save: Save) -> dict[str, Any]:
         "time": _time(save.created_at),
         "tinker_path": unparse(*where),
         "size_bytes": save.bytes,
-        "public": False,
+        "public": save.public,
         "expires_at": _time(save.expires_at) if save.expires_at else None,
+        "user_metadata": save.metadata or None,
     }
 
 
@@ -61,6 +62,7 @@ def training_run(state: State, saves: Mapping[Where, Save], owner: str) -> dict[
         "last_request_time": _time(max((one.at for one in results), default=model.created_at)),
         "last_checkpoint": last.get("training"),
         "last_sampler_checkpoint": last.get("sampler"),
+        "user_metadata": model.metadata or None,
     }
 
 

@@ -139,13 +139,15 @@ class SaveWeights(_Struct, frozen=True, tag="save_weights"):
     name: str | None = None
     overwrite: bool = False
     ttl_s: int | None = None
+    metadata: dict[str, str] = {}
 
 
 class LoadWeights(_Struct, frozen=True, tag="load_weights"):
-    """Go on from what was saved: `tinker://MODEL/weights/NAME`."""
+    """Go on from what was saved: `tinker://MODEL/weights/NAME`; with `adapter`, of one only."""
 
     path: str
     optimizer: bool = False
+    adapter: bool = False
 
 
 class SaveForSampler(_Struct, frozen=True, tag="save_weights_for_sampler"):
@@ -157,6 +159,7 @@ class SaveForSampler(_Struct, frozen=True, tag="save_weights_for_sampler"):
     name: str | None = None
     session_seq: int | None = None
     ttl_s: int | None = None
+    metadata: dict[str, str] = {}
 
 
 class Publish(_Struct, frozen=True, tag="publish_weights"):
@@ -244,9 +247,10 @@ class Saved(_Struct, frozen=True, tag="save_weights"):
 
 
 class Loaded(_Struct, frozen=True, tag="load_weights"):
-    """What was loaded."""
+    """What was loaded; `adapter_of` is the model, if an adapter was asked for."""
 
     path: str
+    adapter_of: str = ""
 
 
 class SamplerSaved(_Struct, frozen=True, tag="save_weights_for_sampler"):

@@ -106,6 +106,8 @@ class Model(Record, frozen=True, kw_only=True):
     ended: bool = False
     """Whether it was unloaded, or its session has ended."""
     created_at: float = 0.0
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    """A user's notes."""
 
 
 class Sampler(Record, frozen=True, kw_only=True):
@@ -177,6 +179,8 @@ class Save(Record, frozen=True, kw_only=True):
     """0: never."""
     public: bool = False
     """Whether its owner has published it: a mark in listings."""
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    """A user's notes."""
     deleted: bool = False
     """Whether nobody may find it any more: its files are being removed."""
 

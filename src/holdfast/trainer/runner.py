@@ -355,7 +355,7 @@ def _loaded(model: str, op: Op) -> Outcome:
     """What came of an operation that ended with a checkpoint."""
     match op:
         case ops.LoadWeights():
-            return ops.Loaded(path=op.path)
+            return ops.Loaded(path=op.path, adapter_of=model if op.adapter else "")
         case ops.CreateModel():
             return ops.Created(model=model, path=op.load.path if op.load else "")
         case _:

@@ -15,7 +15,7 @@ from holdfast.errors import Mistake, NotFound, Retriable, UnknownOutcome
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer.journal import Journal, Write
-from holdfast.trainer.paths import STATE, parse, unparse
+from holdfast.trainer.paths import FOLDERS, STATE, parse, unparse
 from holdfast.trainer.records import Save, check_name
 from holdfast.trainer.seams import Vault
 from holdfast.trainer.state import channel_of, saved_in
@@ -48,7 +48,9 @@ class Saves(dict[Where, Save]):
         for where, save in recorded.items():
             (self._deleted if save.deleted else self)[where] = save
 
-    def find(self, path: str, model: str = "") -> tuple[Where, Save]:
+    def find(
+        self, path: str, model: str = "", folders: Sequence[str] = (STATE,)
+    ) -> tuple[Where, Save]:
         """What was saved there, and where that is.
 
         Fireworks' client gives a name alone: it means this model's, or else the newest of it.
@@ -57,11 +59,24 @@ class Saves(dict[Where, Save]):
             wheres = [parse(path)]
         else:
             check_name("save", path)
-            wheres = [one for one in self if one[1:] == (STATE, path)]
+            wheres = [one for one in self if one[1] in folders and one[2] == path]
             wheres.sort(key=lambda one: (one[0] == model, self[one].created_at))
         if not wheres:
             raise NotFound(f"nothing was saved as {path[:200]}")
         return wheres[-1], self.at(wheres[-1])
+
+    def named(self, model: str, checkpoint: Sequence[str]) -> Where:
+        """Where a checkpoint of a model is: `[folder, name]`, or `[name]` if that is but one."""
+        if len(checkpoint) == 2:
+            return model, checkpoint[0], checkpoint[1]
+        name = "/".join(checkpoint)
+        there = [(model, folder, name) for folder in FOLDERS if (model, folder, name) in self]
+        if len(there) > 1:
+            both = " and ".join(unparse(*where) for where in there)
+            raise Mistake(f"there are {both}: say which, with the folder before the name")
+        if not there:
+            raise NotFound(f"{model[:80]} has no checkpoint {name[:200]!r}")
+        return there[0]
 
     def at(self, where: Where) -> Save:
         """What was saved there; `NotFound` when it was deleted, or when its time has run out."""

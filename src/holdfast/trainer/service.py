@@ -24,10 +24,10 @@ from holdfast.timeouts import DEFAULTS
 from holdfast.trainer import listing, ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Failed
-from holdfast.trainer.paths import STATE
-from holdfast.trainer.state import Pending
+from holdfast.trainer.paths import FOLDERS, STATE, unparse
+from holdfast.trainer.state import Pending, saved_in
 from holdfast.trainer.upkeep import Upkeep
-from holdfast.trainer.wire import answers, references, requests
+from holdfast.trainer.wire import answers, references, refused, requests
 from holdfast.trainer.wire.answers import Answer
 from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered, Share
 
@@ -135,6 +135,7 @@ class Service:
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "load_weights": self._load_weights,
+            "load_adapter": self._load_adapter,
             "save_weights_for_sampler": self._save_for_sampler,
             "publish_weights": self._publish,
             "create_sampling_session": self._create_sampler,
@@ -169,20 +170,23 @@ class Service:
         name = request.path.removeprefix(PREFIX).rstrip("/")
         if request.method == "GET":
             return await self._look(name, request.query)
-        if request.method == "DELETE":
-            return await self._delete(name)
-        if request.method != "POST":
+        if request.method not in ("POST", "PUT", "DELETE"):
             text = f"{request.method} is not known here"
-            return answers.problem(405, "method", text, allow="GET, POST, DELETE")
-        if name.startswith("sessions/") and name.endswith("/finish"):
-            await self._upkeep.end_session(name.split("/")[1])
-            return answers.plain({})
+            return answers.problem(405, "method", text, allow="GET, POST, PUT, DELETE")
+        match name.split("/"):
+            case ["training_runs", model, "checkpoints", *parts]:
+                return await self._change(request, name, model, parts)
+            case ["sessions", session, "finish"] if request.method == "POST":
+                await self._upkeep.end_session(session)
+                return answers.plain({})
+        if request.method != "POST":
+            raise NotFound(refused.why_not(request.method, name))
         body = request.raw
         try:
             body = request.body(self._limits)
             handler = self._posts.get(name)
             if handler is None:
-                raise NotFound(f"there is no operation {name[:80]!r} here")
+                raise NotFound(refused.why_not("POST", name))
             return await handler(body, request)
         except BadOp as error:
             return await self._refuse(error)
@@ -217,7 +221,9 @@ class Service:
                 state = self._core.find(sampler)
                 if state.sampler is None:
                     raise NotFound(f"{sampler[:80]} is not a sampling session")
-                return answers.sampler_info(sampler, state.base, None)
+                where = saved_in(state.channel)
+                path = None if where is None else unparse(*where)
+                return answers.sampler_info(sampler, state.base, path)
             case ["training_runs"]:
                 models = [state for state in core.lines.values() if state.model]
                 shown, cursor = listing.page(models, query)
@@ -245,16 +251,36 @@ class Service:
                     raise NotFound(f"there is no session {session[:80]!r}")
                 return answers.plain(listing.session(session, core.lines.values()))
             case _:
-                raise NotFound(f"there is no {name[:80]}")
+                raise NotFound(refused.why_not("GET", name))
 
-    async def _delete(self, name: str) -> Answer:
-        match name.split("/"):
-            case ["training_runs", model, "checkpoints", folder, saved]:
-                async with self._core.sure():
-                    await self._core.saves.delete((model, folder, saved))
-                return answers.plain({})
+    async def _change(self, request: Request, name: str, model: str, parts: list[str]) -> Answer:
+        """Delete, publish or unpublish a checkpoint, or say until when it is kept.
+
+        Asked twice, the second time changes nothing: a client that heard no answer asks again.
+        """
+        saves = self._core.saves
+        match request.method, parts:
+            case "DELETE", [folder, saved] if folder in FOLDERS or saved != "publish":
+                what, checkpoint = "delete", [folder, saved]
+            case "DELETE", [saved]:
+                what, checkpoint = "delete", [saved]
+            case (("POST" | "DELETE"), [*checkpoint, "publish"]):
+                what = "publish" if request.method == "POST" else "unpublish"
+            case "PUT", [*checkpoint, "ttl"]:
+                what = "ttl"
             case _:
-                raise NotFound(f"there is no {name[:80]}")
+                raise NotFound(refused.why_not(request.method, name))
+        async with self._core.sure():
+            where = saves.named(model, checkpoint)
+            if what == "delete":
+                await saves.delete(where)
+            elif what == "ttl":
+                ttl_s = requests.checkpoint_ttl(request.body(self._limits))
+                expires_at = self._core.wall() + ttl_s if ttl_s else 0.0
+                await saves.change(where, expires_at=expires_at)
+            else:
+                await saves.change(where, public=what == "publish")
+        return answers.plain({})
 
     async def _config(self, _body: bytes, _request: Request) -> Answer:
         return answers.plain({})
@@ -355,6 +381,9 @@ class Service:
         if isinstance(ask, requests.NewModel):
             return await self._new_model(ask)
         return await self._submit(ask)
+
+    async def _load_adapter(self, body: bytes, _request: Request) -> Answer:
+        return await self._submit(requests.load_adapter(body))
 
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
         _, save = self._core.saves.find(requests.weights_info(body))

@@ -5,8 +5,9 @@
     told.check(reference)
 
 The work is a program with the real Tinker client: training in several chunks, saves, a load,
-sampling. What is compared: every result that the client was given, the hashes of all weights
-that were kept, and what the ledger was told, write by write.
+sampling, a checkpoint that is published and one whose time runs out. What is compared: every
+result that the client was given, the hashes of all weights that were kept, and what the ledger
+was told, write by write.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ import hashlib, logging
 logging.disable(logging.CRITICAL)
 STEPS = int(os.environ["STEPS"])
 client = service.create_lora_training_client(base_model=BASE, rank=8, seed=7)
+rest = service.create_rest_client()
 say(model=client.model_id)
 NAMES = ["wind", "rain", "a long and quiet afternoon", "hail", "snow on the hills"]
 
@@ -81,6 +83,10 @@ for step in range(STEPS):
     if step == STEPS // 3:
         kept = client.save_state("middle").result().path
         say(saved=short(kept))
+        rest.publish_checkpoint_from_tinker_path(kept).result()
+        rest.set_checkpoint_ttl_from_tinker_path(kept, 86400).result()
+        brief = client.save_weights_for_sampler("brief").result().path
+        rest.set_checkpoint_ttl_from_tinker_path(brief, 1).result()
         sample(client.save_weights_and_get_sampling_client(), 11)
     if step == 2 * STEPS // 3:
         say(loaded=short(client.load_state_with_optimizer(kept).result().path))
@@ -91,6 +97,11 @@ say(saved=short(client.save_state("final").result().path))
 path = client.save_weights_for_sampler("final").result().path
 say(published=short(path))
 sample(service.create_sampling_client(model_path=path), 12)
+def listed():
+    return rest.list_checkpoints(client.model_id).result().checkpoints
+while brief in [one.tinker_path for one in listed()]:
+    time.sleep(0.1)
+say(listed=sorted([one.checkpoint_id, one.public, one.expires_at is not None] for one in listed()))
 """
 
 

@@ -137,6 +137,9 @@ def _whole(outcome: Outcome, *, protobuf: bool) -> Answer:
             return typed("optim_step", metrics=_finite(outcome.metrics))
         case Saved():
             return typed("save_weights", path=outcome.path)
+        case Loaded() if outcome.adapter_of:
+            model = outcome.adapter_of
+            return typed("load_adapter", model_id=model, adapter_path=outcome.path)
         case Loaded():
             return typed("load_weights", path=outcome.path)
         case SamplerSaved():

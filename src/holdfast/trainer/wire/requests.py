@@ -69,6 +69,7 @@ __all__ = [
     "Sampling",
     "asample",
     "cancel_future",
+    "checkpoint_ttl",
     "create_model",
     "create_sampling_session",
     "create_session",
@@ -77,6 +78,7 @@ __all__ = [
     "get_info",
     "heartbeat",
     "join_sampling_session",
+    "load_adapter",
     "load_weights",
     "number_of",
     "optim_step",
@@ -158,6 +160,15 @@ class _Save(msgspec.Struct):
     ttl_seconds: _Ttl | None = None
     overwrite: bool = False
     sampling_session_seq_id: _Index | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class _KeepFor(msgspec.Struct):
+    ttl_seconds: _Ttl | None
+
+
+class _LoadAdapter(msgspec.Struct):
+    adapter_path: _Path
 
 
 class _Publish(msgspec.Struct):
@@ -252,7 +263,8 @@ def save_weights(body: bytes) -> Numbered:
     model, seq, ask = numbered(body, _Save)
     with blaming(model, seq):
         name = _name(ask.path)
-    op = SaveWeights(name=name, overwrite=ask.overwrite, ttl_s=ask.ttl_seconds)
+        notes = metadata(ask.user_metadata)
+    op = SaveWeights(name=name, overwrite=ask.overwrite, ttl_s=ask.ttl_seconds, metadata=notes)
     return Numbered(model, seq, op)
 
 
@@ -263,7 +275,13 @@ def save_weights_for_sampler(body: bytes) -> Numbered:
         name = _name(ask.path)
         if name is not None and ask.sampling_session_seq_id is not None:
             raise Mistake("`path` and `sampling_session_seq_id` exclude each other")
-    op = SaveForSampler(name=name, session_seq=ask.sampling_session_seq_id, ttl_s=ask.ttl_seconds)
+        notes = metadata(ask.user_metadata)
+    op = SaveForSampler(
+        name=name,
+        session_seq=ask.sampling_session_seq_id,
+        ttl_s=ask.ttl_seconds,
+        metadata=notes,
+    )
     return Numbered(model, seq, op)
 
 
@@ -297,6 +315,17 @@ def load_weights(body: bytes) -> Numbered | NewModel:
         metadata=metadata(new.user_metadata),
     )
     return NewModel(new.session_id, new.model_seq_id, op)
+
+
+def load_adapter(body: bytes) -> Numbered:
+    """A request to `load_adapter`, which is Fireworks' client's."""
+    model, seq, ask = numbered(body, _LoadAdapter)
+    return Numbered(model, seq, LoadWeights(path=ask.adapter_path, adapter=True))
+
+
+def checkpoint_ttl(body: bytes) -> int | None:
+    """How many seconds a checkpoint is kept from now on; None: for ever."""
+    return decode(body, _KeepFor).ttl_seconds
 
 
 def number_of(body: bytes, content_type: str) -> tuple[str, int] | None:

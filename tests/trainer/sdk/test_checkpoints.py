@@ -1,0 +1,136 @@
+"""Checkpoints after they were saved: published, given a time to live, named in short, loaded."""
+
+from typing import Any
+
+from gateway.service import Answer, wait_for
+from trainer.house import JOB, House
+from trainer.sdk.programs import run
+from trainer.sdk.saved import folder
+from trainer.sdk.wire import Session
+
+PROGRAM = """
+rest = service.create_rest_client()
+client = lora()
+def listed():
+    return {one.tinker_path: [one.public, one.expires_at and one.expires_at.timestamp()]
+            for one in rest.list_checkpoints(client.model_id).result().checkpoints}
+path = client.save_state("x", user_metadata={"why": "a test"}).result().path
+brief = client.save_weights_for_sampler("brief").result().path
+sampler = service.create_sampling_client(model_path=brief)
+def sample():
+    sampler.sample(prompt=types.ModelInput.from_ints([1]), num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1)).result()
+sample()
+say(path=path, brief=brief, before=listed(),
+    notes=rest.list_checkpoints(client.model_id).result().checkpoints[-1].user_metadata,
+    sampler=rest.get_sampler(sampler._sampling_session_id).result().model_path)
+for _ in range(2):
+    rest.publish_checkpoint_from_tinker_path(path).result()
+say(published=listed()[path])
+rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+say(limited=listed()[path], now=time.time())
+rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+for _ in range(2):
+    rest.unpublish_checkpoint_from_tinker_path(path).result()
+say(after=listed()[path])
+rest.set_checkpoint_ttl_from_tinker_path(brief, 1).result()
+while brief in listed():
+    time.sleep(0.05)
+attempt("sample", sample)
+for name, ask in {
+    "publish": rest.publish_checkpoint_from_tinker_path,
+    "unpublish": rest.unpublish_checkpoint_from_tinker_path,
+    "ttl": lambda path: rest.set_checkpoint_ttl_from_tinker_path(path, 3600),
+}.items():
+    attempt(name, lambda: ask(brief).result())
+attempt("ttl of nothing", lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 0).result())
+"""
+
+
+def test_published_and_kept_for_a_time(there: House) -> None:
+    """Both are told in listings, can be taken back and asked for twice; what is over is gone,
+    record and files, and whoever still uses it hears so."""
+    first, published, limited, after, sampled, *gone, nothing = run(there, PROGRAM)
+    path, brief = first["path"], first["brief"]
+    assert first["before"] == {path: [False, None], brief: [False, None]}
+    assert first["notes"] == {"why": "a test"}
+    assert first["sampler"] == brief
+    assert published["published"] == [True, None]
+    public, until = limited["limited"]
+    assert public
+    assert limited["now"] + 7100 < until <= limited["now"] + 7200
+    assert after["after"] == [False, None]
+    assert (sampled["error"], sampled["category"]) == ("RequestFailedError", "user")
+    for one in gone:
+        assert (one["error"], one["status"]) == ("NotFoundError", 404), one
+    assert (nothing["error"], nothing["status"]) == ("BadRequestError", 400), nothing
+    assert "ttl_seconds" in nothing["text"]
+    assert folder(there, path).exists()
+    home = folder(there, path).parents[1]
+    model = brief.split("/")[2]
+    wait_for(lambda: not (home / f"{model}.s.brief").exists(), "the files are gone")
+
+
+class Saved:
+    """A model with some checkpoints, over plain HTTP."""
+
+    def __init__(self, there: House) -> None:
+        self._there = there
+        self.model = Session(there).model()
+        self.seq = 0
+
+    def save(self, name: str, what: str = "save_weights") -> None:
+        self.seq += 1
+        self.model.do((what, self.model.body(self.seq, path=name)))
+
+    def ask(self, method: str, rest: str, body: Any = None) -> Answer:
+        service = self._there.service
+        where = f"/api/v1/training_runs/{self.model.name}/checkpoints{rest}"
+        return service.ask(method, service.way(JOB, where), body)
+
+    def names(self) -> list[str]:
+        return sorted(one["checkpoint_id"] for one in self.ask("GET", "").json["checkpoints"])
+
+    def public(self) -> list[str]:
+        found = self.ask("GET", "").json["checkpoints"]
+        return sorted(one["checkpoint_id"] for one in found if one["public"])
+
+
+def test_ids_without_a_folder(there: House) -> None:
+    """A name alone means the one checkpoint that has it; of two nothing is done."""
+    saved = Saved(there)
+    for name in ("state", "both", "publish"):
+        saved.save(name)
+    for name in ("sampler", "both"):
+        saved.save(name, "save_weights_for_sampler")
+    assert saved.ask("POST", "/state/publish").status == 200
+    assert saved.ask("POST", "/sampler/publish").status == 200
+    assert saved.ask("PUT", "/sampler/ttl", {"ttl_seconds": 3600}).status == 200
+    assert saved.public() == ["sampler_weights/sampler", "weights/state"]
+    assert saved.ask("DELETE", "/sampler/publish").status == 200
+    assert saved.public() == ["weights/state"]
+    for method, rest in (("DELETE", ""), ("POST", "/publish"), ("PUT", "/ttl")):
+        body = {"ttl_seconds": 3600} if method == "PUT" else None
+        answer = saved.ask(method, f"/both{rest}", body)
+        assert answer.status == 400, answer
+        assert "say which" in answer.json["detail"]
+        assert saved.ask(method, f"/never{rest}", body).status == 404
+        assert saved.ask(method, f"/weights/never{rest}", body).status == 404
+        assert saved.ask(method, f"/a/b/c{rest}", body).status == 404
+    assert saved.ask("DELETE", "/weights/publish").status == 200
+    assert saved.ask("DELETE", "/state").status == 200
+    assert saved.names() == [
+        "sampler_weights/both",
+        "sampler_weights/sampler",
+        "weights/both",
+    ]
+
+
+def test_a_time_to_live_that_is_none(there: House) -> None:
+    """It is refused, and nothing is changed."""
+    saved = Saved(there)
+    saved.save("x")
+    bad: list[Any] = [{}, {"ttl_seconds": "x"}, {"ttl_seconds": -1}, [], None]
+    for body in bad:
+        assert saved.ask("PUT", "/weights/x/ttl", body).status == 400
+    assert saved.ask("GET", "").json["checkpoints"][0]["expires_at"] is None
