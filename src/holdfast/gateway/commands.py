@@ -22,7 +22,6 @@ from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.ledger.unreadable import Unreadable
 from holdfast.machine import state_dir
 from holdfast.text import clean
 from holdfast.timeouts import DEFAULTS
@@ -275,12 +274,8 @@ async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:
         book = Accounts(LiveRuntime(opened), run, time.time)
         parts = split_key(note.key) if note is not None and note.account == account else None
         if note is not None and parts is not None:
-            known = {
-                one.id
-                for there in await book.all()
-                if not isinstance(there, Unreadable) and there.name == account
-                for one in there.keys
-            }
+            accounts = [there for there in await book.all() if there.name == account]
+            known = {one.id for there in accounts for one in there.keys}
             if parts[0] in known:
                 return note.key
         return (await book.add_key(account))[0]
@@ -316,11 +311,10 @@ def accounts_list(url: str | None, run: str) -> None:
 
     async def work() -> None:
         async with ledger.open(ledger.lasting(url)) as opened:
-            for account in await Accounts(LiveRuntime(opened), run, time.time).all():
-                if isinstance(account, Unreadable):
-                    name = account.key.rpartition("/")[2]
-                    click.echo(f"{name}: UNREADABLE: {clean(account.reason, 300)}")
-                    continue
+            book = Accounts(LiveRuntime(opened), run, time.time)
+            for one in await book.unreadable():
+                click.echo(f"{one.key.rpartition('/')[2]}: UNREADABLE: {clean(one.reason, 300)}")
+            for account in await book.all():
                 keys = ", ".join(key.id for key in account.keys) or "no keys"
                 click.echo(f"{account.name}: {keys}")
 

@@ -68,8 +68,15 @@ class Accounts:
         self._keys = Keys(run)
         self._wall = wall
 
-    async def all(self) -> list[Account | Unreadable]:
-        """Every account, by name; what cannot be read is told as such."""
+    async def all(self) -> list[Account]:
+        """Every account that can be read, by name."""
+        return [one for one in await self._each() if not isinstance(one, Unreadable)]
+
+    async def unreadable(self) -> list[Unreadable]:
+        """What cannot be read."""
+        return [one for one in await self._each() if isinstance(one, Unreadable)]
+
+    async def _each(self) -> list[Account | Unreadable]:
         found = await self._runtime.ledger.range(self._keys.accounts)
         return [_read(entry) for entry in found.entries]
 
