@@ -14,7 +14,7 @@ from holdfast.ledger.types import Entry
 WAITING = ("PENDING", "CREATING")
 ENDED = (
     "FAILED", "CANCELLING", "CANCELLED", "COMPLETED", "EARLY_STOPPED", "DELETING", "DELETED",
-    "ARCHIVED",
+    "ARCHIVED", "UNREADABLE",
 )  # fmt: skip
 
 

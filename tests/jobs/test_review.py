@@ -199,7 +199,7 @@ async def test_whoever_else_listens_at_the_port_is_not_the_trainer(
                 await asyncio.sleep(0.01)
             while not (port := int(trainers()[0].environ().get("PORT", "0"))):
                 await asyncio.sleep(0.01)
-        with http.server.HTTPServer(("127.0.0.1", port), Other) as server:
+        with http.server.ThreadingHTTPServer(("127.0.0.1", port), Other) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:

@@ -12,16 +12,17 @@ import pytest
 import safetensors.numpy
 
 from holdfast.errors import Fenced, Mistake, Unavailable, UnknownOutcome
-from holdfast.ledger import Compare, LiveRuntime, Op, Put, Txn, absent
+from holdfast.ledger import Compare, Delete, LiveRuntime, Op, Put, Txn, absent
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import decode
 from holdfast.weights import Publisher, Retention, Subscriber, Version, ledger_book, write_part
 from holdfast.weights.book import View
 from holdfast.weights.channel import Channel
+from holdfast.weights.ledger_book import LedgerBook
 from holdfast.weights.local import LocalDisk
 from holdfast.weights.manifest import MAX_MANIFEST_BYTES
 from holdfast.weights.marker_book import MarkerBook
-from holdfast.weights.records import Consumer
+from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
 
@@ -544,3 +545,27 @@ async def test_a_pin_that_was_cancelled_holds_nothing(tmp_path: Path) -> None:
             await pinning
         await publisher.publish(1, weights(1))
         assert sorted(one.name for one in tmp_path.glob("policy/step_*")) == ["step_1"]
+
+
+async def test_an_unreadable_version_or_consumer_concerns_itself(tmp_path: Path) -> None:
+    """Others publish, load and wait; an unreadable version is damaged, and goes as such.
+
+    What an unreadable consumer needs is not known: while it is there nothing is deleted.
+    """
+    ledger = MemoryLedger()
+    keys = Keys("default", "policy")
+    book = LedgerBook(LiveRuntime(ledger), keys, "x")
+    async with Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher:
+        await publisher.publish(1, weights(1))
+        await publisher.publish(2, weights(2))
+        await ledger.txn([], [Put(keys.consumer("odd", 7), b"?"), Put(keys.version(2), b"[")])
+        async with Subscriber(tmp_path, ledger, consumer="other"):
+            await publisher.publish(3, weights(3))
+            await publisher.publish(4, weights(4))
+            view = await book.view()
+            assert set(view.versions) == {2, 3, 4}
+            assert set(view.marks) == {2}
+            assert await read(tmp_path, ledger, 3) == 3, "the unreadable consumer may need it"
+        await ledger.txn([], [Delete(keys.consumer("odd", 7))])
+        await publisher.publish(5, weights(5))
+        assert set((await book.view()).versions) == {5}

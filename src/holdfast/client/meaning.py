@@ -67,6 +67,7 @@ GONE: Final = frozenset(
         "DELETING",
         "DELETED",
         "ARCHIVED",
+        "UNREADABLE",
         "NOT_FOUND",
     }
 )

@@ -23,6 +23,7 @@ from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.machine import state_dir
+from holdfast.text import clean
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["accounts", "serve"]
@@ -310,7 +311,10 @@ def accounts_list(url: str | None, run: str) -> None:
 
     async def work() -> None:
         async with ledger.open(ledger.lasting(url)) as opened:
-            for account in await Accounts(LiveRuntime(opened), run, time.time).all():
+            book = Accounts(LiveRuntime(opened), run, time.time)
+            for one in await book.unreadable():
+                click.echo(f"{one.key.rpartition('/')[2]}: UNREADABLE: {clean(one.reason, 300)}")
+            for account in await book.all():
                 keys = ", ".join(key.id for key in account.keys) or "no keys"
                 click.echo(f"{account.name}: {keys}")
 

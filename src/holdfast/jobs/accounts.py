@@ -18,11 +18,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.errors import Corrupt, Denied, Mistake, NotFound
+from holdfast.errors import Denied, Mistake, NotFound
 from holdfast.jobs.records import Account, ApiKey, Keys, check_name
 from holdfast.ledger.follow import Step, follow
 from holdfast.ledger.records import KEEP, Verdict, decode, update
 from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.types import Entry
+from holdfast.ledger.unreadable import Unreadable, readable, tell
 
 __all__ = ["Accounts", "Guests", "make_key", "split_key"]
 
@@ -67,9 +69,16 @@ class Accounts:
         self._wall = wall
 
     async def all(self) -> list[Account]:
-        """Every account, by name."""
+        """Every account that can be read, by name."""
+        return [one for one in await self._each() if not isinstance(one, Unreadable)]
+
+    async def unreadable(self) -> list[Unreadable]:
+        """What cannot be read."""
+        return [one for one in await self._each() if isinstance(one, Unreadable)]
+
+    async def _each(self) -> list[Account | Unreadable]:
         found = await self._runtime.ledger.range(self._keys.accounts)
-        return [decode(Account, entry) for entry in found.entries]
+        return [_read(entry) for entry in found.entries]
 
     async def add_key(self, account: str, lives_s: float = 0.0) -> tuple[str, ApiKey]:
         """Make a key; the account is made with its first one."""
@@ -150,8 +159,8 @@ class Guests:
         self._revision = step.revision
         accounts = {}
         for entry in step.entries.values():
-            with contextlib.suppress(Corrupt):
-                account = decode(Account, entry)
+            account = _read(entry)
+            if not isinstance(account, Unreadable):
                 accounts[account.name] = account
         self._accounts = accounts
         self._by_id = {
@@ -206,3 +215,11 @@ class Guests:
                 self._take(Step(whole.revision, entries, None))
         finally:
             self._waiting -= 1
+
+
+def _read(entry: Entry) -> Account | Unreadable:
+    """An account; a record that says another name than its key opens no other account's door."""
+    account = readable(Account, entry)
+    if not isinstance(account, Unreadable) and not entry.key.endswith(f"/{account.name}"):
+        return tell(entry, f"{entry.key} holds the record of another account")
+    return account

@@ -30,7 +30,7 @@ from holdfast.jobs.logs import Logs
 from holdfast.jobs.openapi import DOCUMENT
 from holdfast.jobs.records import TOMBSTONES, Checkpoint, Host, Job, check_name
 from holdfast.jobs.store import Jobs
-from holdfast.ledger.records import decode
+from holdfast.ledger.unreadable import Unreadable, readable
 
 __all__ = ["BODY_BYTES", "Api", "Reply", "Request", "describe"]
 
@@ -149,7 +149,8 @@ class Api:
         if not isinstance(wish, dict):
             raise Mistake("the field 'holdfast' of a job is an object: trainer, or command")
         found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
-        hosts = [decode(Host, entry) for entry in found.entries]
+        read = [readable(Host, entry) for entry in found.entries]
+        hosts = [host for host in read if not isinstance(host, Unreadable)]
         trainer = wish.get("trainer", "default")
         if not isinstance(trainer, str):
             raise Mistake("the name of a trainer is a text")
@@ -183,11 +184,15 @@ class Api:
         found: list[Checkpoint] = []
         async for page in self._jobs.runtime.ledger.pages(folder):
             for entry in page.entries:
-                if entry.key.removeprefix(folder) > after and not more:
+                name = entry.key.removeprefix(folder)
+                if name > after and not more:
                     if len(found) == limit:
                         more = True
                     else:
-                        found.append(decode(Checkpoint, entry))
+                        one = readable(Checkpoint, entry)
+                        if isinstance(one, Unreadable):
+                            one = Checkpoint(name=name, kind="UNREADABLE")
+                        found.append(one)
         parent = f"accounts/{account}/{_JOBS}/{job}/checkpoints"
         told = [
             {

@@ -30,7 +30,16 @@ __all__ = ["Remote", "jobs"]
 
 _TIMEOUT_S = 30.0
 _POLL_S = 0.25
-_ENDED = ("FAILED", "CANCELLED", "COMPLETED", "EARLY_STOPPED", "DELETED", "ARCHIVED", "PAUSED")
+_ENDED = (
+    "FAILED",
+    "CANCELLED",
+    "COMPLETED",
+    "EARLY_STOPPED",
+    "DELETED",
+    "ARCHIVED",
+    "PAUSED",
+    "UNREADABLE",
+)
 
 
 class Remote:

@@ -71,6 +71,7 @@ TABLE: Final = MappingProxyType[Verb, dict[State, State]](
             "RUNNING": "DELETING",
             "CANCELLING": "DELETING",
             "PENDING": "DELETED",
+            "UNREADABLE": "DELETED",
             **_from(_RESTING, "DELETED"),
         },
         "archive": _from(_RESTING, "ARCHIVED"),
@@ -133,7 +134,8 @@ def change(job: Job, verb: Verb, now: float, *, alive: bool = False, **fields: A
         raise Mistake(f"{verb}: the job {job.name} is {job.state}; possible when it is {allowed}")
     if alive and verb in ("cancel", "delete"):
         state = "CANCELLING" if verb == "cancel" else "DELETING"
-    ended = job.state in LIVE and state not in LIVE
+    # Of a job that is UNREADABLE something may still act.
+    ended = (job.state in LIVE or job.state == "UNREADABLE") and state not in LIVE
     if state in TOMBSTONES:
         fields["spec"] = {}  # kept for ever, by everybody: it should be small
     return msgspec.structs.replace(

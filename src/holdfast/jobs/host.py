@@ -44,8 +44,9 @@ from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.jobs.view import View, keep
 from holdfast.ledger.leases import Keeper
-from holdfast.ledger.records import load, put
+from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete, absent, same_life, unchanged
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Ended", "Host", "Started", "Taken"]
@@ -189,9 +190,12 @@ class Host:
 
     async def _bury(self, key: str) -> None:
         """Give the lease of an earlier life of ours back, if that is surely over."""
-        before = await load(self._runtime.ledger, key, HostRecord)
-        if before is not None and before.entry.lease and self._is_dead(before.record):
-            await self._runtime.ledger.revoke(before.entry.lease)
+        entry = await self._runtime.ledger.get(key)
+        if entry is None or not entry.lease:
+            return
+        before = readable(HostRecord, entry)
+        if not isinstance(before, Unreadable) and self._is_dead(before):
+            await self._runtime.ledger.revoke(entry.lease)
 
     async def _renew(self) -> None:
         """Bind the signs of life of what is still ours to the new lease; stop the rest."""
@@ -417,7 +421,7 @@ class Host:
                 ours = entry is not None and entry.lease == tended.lease
                 if entry is None or not ours:
                     return  # others have concluded, or will
-                if found.job.epoch != job.epoch:
+                if found.job.epoch != job.epoch or found.job.state == "UNREADABLE":
                     await self._jobs.clear(job.account, job.id, job.epoch, tended.lease)
                     return
                 new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)

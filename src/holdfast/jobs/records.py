@@ -12,11 +12,14 @@
 transaction whenever the epoch changes, so they cannot disagree. Deleted jobs leave their
 record behind, as a tombstone: an id is never used twice.
 
+A record that cannot be read stands for a job that is UNREADABLE: that is never written. Such a
+job is listed and can be deleted; nothing else can be done with it.
+
 This module is pure.
 """
 
 import re
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -55,6 +58,7 @@ State = Literal[
     "DELETING",
     "DELETED",
     "ARCHIVED",
+    "UNREADABLE",
 ]
 
 STATES: Final[tuple[State, ...]] = State.__args__  # type: ignore[attr-defined]  # a Literal has it
@@ -72,9 +76,13 @@ GONE: Final = frozenset[State](
         "DELETING",
         "DELETED",
         "ARCHIVED",
+        "UNREADABLE",
     }
 )
 """States in which a caller is told that there is nothing to wait for."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, up to the end of the year 9999: what can be told as a date."""
 
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -99,8 +107,8 @@ class Job(Record, frozen=True, kw_only=True):
     """When incarnations died, as far as the budget counts it (seconds since 1970)."""
     not_before: float = 0.0
     """When the next incarnation may begin (seconds since 1970): a crash loop slows down."""
-    created_at: float = 0.0
-    changed_at: float = 0.0
+    created_at: Seconds = 0.0
+    changed_at: Seconds = 0.0
 
     @property
     def name(self) -> str:
@@ -121,7 +129,7 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """What a trainer has saved, as it tells the control plane."""
 
     name: str
-    created_at: float = 0.0
+    created_at: Seconds = 0.0
     kind: str = ""
     step: int = 0
     path: str = ""

@@ -2,6 +2,9 @@
 
 Every change is one transaction that compares what was read; the alive key is compared or
 changed with it where that matters. A lost answer is looked up, never guessed.
+
+A job whose record or sign of life cannot be read is there all the same, as UNREADABLE: it concerns
+nobody else, and can be deleted.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -12,14 +15,15 @@ import msgspec
 from holdfast.errors import Conflict, Exists, NotFound, Retriable, Unavailable, UnknownOutcome
 from holdfast.jobs import decide
 from holdfast.jobs.decide import Verb
-from holdfast.jobs.records import Alive, Job, Keys, write
-from holdfast.ledger.records import decode
+from holdfast.jobs.records import NAME, Alive, Job, Keys, write
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, Entry, Get, Op, Put, absent, same_life
+from holdfast.ledger.unreadable import Unreadable, readable, tell
 
 __all__ = ["Jobs", "Seen"]
 
 _ATTEMPTS = 16
+_DIGITS = 19
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -59,10 +63,15 @@ class Jobs:
     async def look(self, account: str, job: str) -> tuple[int, Seen | None]:
         """Read one job, and tell at which revision."""
         txn = await self.runtime.ledger.txn(
-            [], [Get(self.keys.job(account, job)), Get(self.keys.alive(account, job))]
+            [],
+            [
+                Get(self.keys.job(account, job)),
+                Get(self.keys.alive(account, job)),
+                Get(self.keys.epoch(account, job)),
+            ],
         )
-        entry, alive = txn.results
-        found = None if entry is None else seen(entry, alive, txn.revision)
+        entry, alive, epoch = txn.results
+        found = None if entry is None else seen(entry, alive, epoch, txn.revision)
         return txn.revision, found
 
     async def get(self, account: str, job: str) -> Seen:
@@ -77,8 +86,9 @@ class Jobs:
         folder = self.keys.of_account(account)
         found: list[Job] = []
         async for entry in self._entries(folder):
-            if entry.key.removeprefix(folder) > after:
-                found.append(decode(Job, entry))
+            name = entry.key.removeprefix(folder)
+            if name > after and NAME.fullmatch(name):
+                found.append(_read(entry, None))
                 if len(found) > limit:
                     return found[:limit], True
         return found, False
@@ -121,6 +131,7 @@ class Jobs:
             lambda it: decide.change(
                 it.job, verb, self.wall(), alive=it.alive is not None, **fields
             ),
+            ops=_tidy,
         )
 
     async def update(
@@ -181,7 +192,10 @@ class Jobs:
         """Take back a sign of life of our own: what gave it has been stopped."""
         key = self.keys.alive(account, job)
         entry = await self.runtime.ledger.get(key)
-        if entry is not None and entry.lease == lease and decode(Alive, entry).epoch == epoch:
+        if entry is None or entry.lease != lease:
+            return
+        alive = readable(Alive, entry)
+        if isinstance(alive, Unreadable) or alive.epoch == epoch:
             await self.runtime.ledger.txn([same_life(entry)], [Delete(key)])
 
     async def _pause(self, attempt: int) -> None:
@@ -190,7 +204,37 @@ class Jobs:
             await self.runtime.sleep(min(0.5, 0.002 * 2**attempt) * luck)
 
 
-def seen(entry: Entry, alive: Entry | None, revision: int) -> Seen:
-    """A job as its two entries tell it."""
-    told = decode(Alive, alive) if alive else None
-    return Seen(decode(Job, entry), entry, told, alive, revision)
+def seen(entry: Entry, alive: Entry | None, epoch: Entry | None, revision: int) -> Seen:
+    """A job as its entries tell it; `epoch` is what counts when the record cannot be read."""
+    told = readable(Alive, alive) if alive else None
+    if isinstance(told, Unreadable):
+        return Seen(_unreadable(entry, told.reason, epoch), entry, None, alive, revision)
+    job = _read(entry, epoch)
+    if job.state == "UNREADABLE" and told is not None:
+        job = msgspec.structs.replace(job, epoch=max(job.epoch, told.epoch))
+    return Seen(job, entry, told, alive, revision)
+
+
+def _read(entry: Entry, epoch: Entry | None) -> Job:
+    job = readable(Job, entry)
+    if isinstance(job, Unreadable):
+        return _unreadable(entry, job.reason, epoch)
+    if not entry.key.endswith(f"/{job.name}"):
+        reason = f"{entry.key} holds the record of another job, {job.name}"
+        return _unreadable(entry, tell(entry, reason).reason, epoch)
+    return job
+
+
+def _unreadable(entry: Entry, reason: str, epoch: Entry | None) -> Job:
+    """What stands for a job whose record tells nothing; its key tells its name."""
+    account, name = entry.key.split("/")[-2:]
+    number = epoch.value if epoch else b""
+    known = int(number) if number.isdigit() and len(number) < _DIGITS else 1
+    why = f"its record cannot be read, and it can only be deleted: {reason}"
+    return Job(account=account, id=name, state="UNREADABLE", epoch=known, reason=why)
+
+
+def _tidy(found: Seen) -> list[Op]:
+    """A sign of life that nobody can read goes with whatever is changed."""
+    unread = found.alive_entry is not None and found.alive is None
+    return [Delete(found.alive_entry.key)] if unread and found.alive_entry else []

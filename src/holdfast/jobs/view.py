@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from holdfast.errors import Corrupt
-from holdfast.jobs.records import Keys
+from holdfast.jobs.records import NAME, Keys
 from holdfast.jobs.store import Seen, seen
 from holdfast.ledger.follow import Step, follow
 from holdfast.ledger.runtime import Runtime
@@ -42,11 +41,11 @@ class View:
     def _read(self, name: str, step: Step) -> None:
         entry = step.entries.get(self._keys.records + name)
         self.jobs.pop(name, None)
-        if entry is not None:
-            # A record that nobody can read is unknown here; whoever asks for it is told why.
-            with contextlib.suppress(Corrupt):
-                alive = step.entries.get(self._keys.alives + name)
-                self.jobs[name] = seen(entry, alive, step.revision)
+        account, _, job = name.partition("/")
+        if entry is not None and NAME.fullmatch(account) and NAME.fullmatch(job):
+            alive = step.entries.get(self._keys.alives + name)
+            epoch = step.entries.get(self._keys.epochs + name)
+            self.jobs[name] = seen(entry, alive, epoch, step.revision)
 
 
 async def keep(

@@ -84,12 +84,16 @@ def encode(record: Record, *, over: bytes | None = None) -> bytes:
     raw = _encoder.encode(record)
     if over is None:
         return raw
-    old = msgspec.json.decode(over)
-    if not isinstance(old, dict) or old.get("schema", 0) <= record.SCHEMA:
+    try:
+        old = msgspec.json.decode(over)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return raw  # it was none of ours
+    schema = old.get("schema", 0) if isinstance(old, dict) else 0
+    if not isinstance(schema, int) or schema <= record.SCHEMA:
         return raw
     known = {field.encode_name for field in msgspec.structs.fields(record)}
     kept = {name: value for name, value in old.items() if name not in known}
-    return _encoder.encode({**kept, **msgspec.json.decode(raw), "schema": old["schema"]})
+    return _encoder.encode({**kept, **msgspec.json.decode(raw), "schema": schema})
 
 
 def decode(kind: type[R], entry: Entry) -> R:
@@ -98,7 +102,8 @@ def decode(kind: type[R], entry: Entry) -> R:
         return msgspec.json.decode(entry.value, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(
-            f"{entry.key} does not hold a {kind.__name__} ({error}): was it written by hand?",
+            f"{entry.key} does not hold a {kind.__name__} (was it written by hand? "
+            f"`holdfast ledger delete` removes it): {error}",
             key=entry.key,
         ) from error
 

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.ledger.records import Stored, decode
 from holdfast.ledger.types import Entry
+from holdfast.ledger.unreadable import tell
 from holdfast.rendezvous.decide import View
 from holdfast.rendezvous.records import Cycle, Keys, Node
 
@@ -68,8 +69,9 @@ class Board:
             return
         try:
             self.nodes[name] = entry.create_revision, _node(entry.value)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.nodes.pop(name, None)
+            tell(entry, f"{entry.key} does not hold a Node: {error}")
 
     def _see_end(self, rest: str, *, there: bool) -> None:
         number, _, rank = rest.partition("/")

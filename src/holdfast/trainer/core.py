@@ -10,6 +10,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -19,7 +20,8 @@ from holdfast.errors import Exists, Gone, Mistake, NotFound, Unavailable
 from holdfast.ledger.records import put
 from holdfast.ledger.runtime import Runtime
 from holdfast.trainer import ops
-from holdfast.trainer.journal import Book, Journal, Write
+from holdfast.trainer.book import Book
+from holdfast.trainer.journal import Journal, Write
 from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import parse
@@ -90,6 +92,7 @@ class Core:
         """Contents that are in a segment and not yet in a line: no sweep may remove them."""
         self._order = 0
         """Counts results, over all lines and lives."""
+        self._used = 0
         self._heard: dict[tuple[str, int], asyncio.Event] = {}
 
     async def open(self, book: Book) -> None:
@@ -104,7 +107,8 @@ class Core:
             line = Line(done=done, trimmed=model.trimmed, forgotten={0: model.forgotten})
             line.entries = _above(book.entries.get(name, {}), model.trimmed)
             line.results = dict(sorted(book.results.get(name, {}).items()))
-            self.lines[name] = State(name, line, model=model, restorable=newest)
+            lost = f"the model {name} is lost: {book.lost[name]}" if name in book.lost else ""
+            self.lines[name] = State(name, line, model=model, restorable=newest, lost=lost)
         for name, sampler in book.samplers.items():
             forgotten = {int(block): number for block, number in sampler.forgotten.items()}
             line = Line(ordered=False, forgotten=forgotten)
@@ -183,16 +187,41 @@ class Core:
         state = self.lines.get(name)
         if state is None:
             # The promise and the model's record become durable together.
-            living = sum(
-                1 for one in self.lines.values() if one.model and not (one.ended or one.stillborn)
-            )
-            if living >= self.policy.max_models:
-                raise Unavailable(
-                    f"there are {living} models already: unload one, or come again later"
-                )
+            self._check_room_for_models()
             state = self.lines[name] = State(name, Line(), model=model)
         request = await self.submit(name, 0, op, also=(put(self.keys.model(name), model),))
         return request, name
+
+    def _check_room_for_models(self) -> None:
+        """Refuse one model too many: in work, or on disk."""
+        living = [one for one in self.lines.values() if one.model and not one.ended]
+        kept = sum(1 for one in living if not one.stillborn)
+        if kept >= self.policy.max_kept_models:
+            raise Unavailable(
+                f"this job has {kept} models, in memory or put aside on disk, and keeps no more "
+                "(max_kept_models): unload models, or close the sessions that made them"
+            )
+        wanted = sum(1 for one in living if one.wanted)
+        if wanted >= self.policy.max_models:
+            raise Unavailable(
+                f"{wanted} models have operations in work or waiting, and no more than "
+                f"{self.policy.max_models} fit into memory (max_models): send this again soon",
+                retry_after_s=1.0,
+            )
+
+    def in_memory(self) -> list[State]:
+        """The lines whose models are in memory."""
+        return [one for one in self.lines.values() if one.loaded]
+
+    def silent(self) -> frozenset[str]:
+        """Sessions that were not heard of for some time, or have ended."""
+        before = self.runtime.now() - self.policy.silent_s
+        return frozenset(name for name in self.sessions if self.seen.get(name, -math.inf) < before)
+
+    def count(self) -> int:
+        """Counts what is carried out, so that it is known what was used last."""
+        self._used += 1
+        return self._used
 
     async def create_sampler(self, session: str, seq: int, base: str, path: str) -> str:
         """Begin a sampling session on a base or on saved weights. Asked twice: the same one."""

@@ -29,6 +29,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.trainer import ops
+from holdfast.trainer.checkpoints import CHECKPOINTS
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Write, patient
 from holdfast.trainer.ops import Failed, Op, Outcome
@@ -36,6 +37,7 @@ from holdfast.trainer.paths import FOLDERS, SAMPLER, STATE, adapter, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.saves import Where
 from holdfast.trainer.seams import Kept, Snapshot
+from holdfast.trainer.shelf import Shelf
 from holdfast.trainer.state import (
     State,
     channel_of,
@@ -45,14 +47,12 @@ from holdfast.trainer.state import (
     unnamed_of,
 )
 
-__all__ = ["CHECKPOINTS", "Effect", "Effects", "changes_state"]
+__all__ = ["Effect", "Effects", "changes_state"]
 
 T = TypeVar("T")
 
-CHECKPOINTS = 2
-"""How many checkpoints of a model are kept."""
-
 EXPORTED = faults.declare("trainer.publish.kept", "sampler weights kept, not recorded")
+RESTORED = faults.declare("trainer.restored", "a model is in memory again, not yet used")
 SAVED = faults.declare("trainer.save.kept", "saved weights kept, not recorded")
 
 
@@ -84,8 +84,9 @@ class Effect:
 class Effects:
     """Does what is asked, with the core's compute and vault."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, shelf: Shelf) -> None:
         self._core = core
+        self._shelf = shelf
 
     async def carry_out(self, state: State, number: int, op: Op) -> Effect:
         """Do it, or say why not: see the module."""
@@ -107,6 +108,10 @@ class Effects:
     async def _carry_out(self, state: State, number: int, op: Op) -> Effect:
         if isinstance(op, ops.Sample):
             return Effect(await self._sample(state, number, op))
+        if isinstance(op, ops.Unload):
+            return await self._unload(state)
+        if state.lost:
+            raise NotDone(state.lost)
         if not isinstance(op, ops.CreateModel):
             await self._have(state)
         match op:
@@ -122,8 +127,6 @@ class Effects:
                 return await self._publish_version(state, op)
             case ops.LoadWeights():
                 return await self._load(state, number, op)
-            case ops.Unload():
-                return await self._unload(state)
             case ops.Skip():
                 return Effect(Failed(error=op.reason))
 
@@ -138,14 +141,13 @@ class Effects:
     # ---- models ----------------------------------------------------------------
 
     async def _have(self, state: State) -> None:
-        """Make sure that the model is in memory, as it was at its last checkpoint."""
+        """Make sure that the model is in memory; if not, its last checkpoint is restored."""
         if state.loaded:
             return
-        if state.lost:
-            raise NotDone(state.lost)
         if state.restorable is None:
             # Its creation failed: whatever is asked of it fails, too.
             raise NotFound(f"the model {state.name} could not be created")
+        await self._make_room(state)
         try:
             await self._restore(state, state.restorable)
         except LeaseLost:
@@ -153,6 +155,13 @@ class Effects:
         except (Corrupt, Gone, Mistake) as error:
             await self.give_up(state, f"it cannot be restored: {error}")
             raise NotDone(state.lost) from error
+
+    async def _make_room(self, state: State) -> None:
+        """Have room for this model in memory. Nothing has been done to it when there is none."""
+        try:
+            await self._shelf.make_room(state)
+        except Retriable as error:
+            raise NotDone(f"no model could be put aside to make room: {error}") from error
 
     async def give_up(self, state: State, reason: str) -> None:
         """This trainer cannot go on with a model: what is asked of it fails, others go on."""
@@ -168,6 +177,7 @@ class Effects:
         kept = await self.patient(lambda: core.vault.load(channel, version))
         await core.compute.restore(state.name, model.base, model.lora, kept)
         state.loaded = True
+        await faults.apoint(RESTORED)
 
     async def _weights(self, what: str, channel: str, version: int) -> Snapshot:
         """Weights that an operation needs. Nothing has been done yet when they are not there."""
@@ -181,6 +191,7 @@ class Effects:
     async def _create(self, state: State, number: int, op: ops.CreateModel) -> Effect:
         core, model = self._core, state.model
         assert model is not None
+        await self._make_room(state)
         await core.compute.create(state.name, model.base, model.lora)
         state.loaded = True
         if op.load is None:
@@ -206,6 +217,7 @@ class Effects:
         await core.journal.flushed()
         channel = checkpoints_of(state.name)
         await self.patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
+        state.restorable = number
         loaded = ops.Loaded(path=op.path, adapter_of=state.name if op.adapter else "")
         return Effect(outcome or loaded, trims=True)
 

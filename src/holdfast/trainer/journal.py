@@ -12,12 +12,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast import events
 from holdfast.errors import Conflict, Fenced, NoRoom, TimedOut, Unavailable, UnknownOutcome
-from holdfast.ledger.records import decode, load, put
+from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import (
     MAX_TXN_BYTES,
@@ -30,20 +30,10 @@ from holdfast.ledger.types import (
     absent,
     unchanged,
 )
-from holdfast.trainer.records import (
-    Entry,
-    Keys,
-    Model,
-    Now,
-    Result,
-    Sampler,
-    Save,
-    Seat,
-    Session,
-    number_of,
-)
+from holdfast.trainer.book import Book, read_book
+from holdfast.trainer.records import Keys, Seat
 
-__all__ = ["ROOM_S", "Book", "Journal", "Waiting", "Write", "patient"]
+__all__ = ["ROOM_S", "Journal", "Waiting", "Write", "patient"]
 
 T = TypeVar("T")
 
@@ -90,19 +80,6 @@ async def patient(
                 raise
             events.emit(Waiting(reason=str(error)))
             await runtime.sleep(_WAIT_S)
-
-
-@dataclass
-class Book:
-    """Everything that the ledger knows of a job's trainer, at one moment."""
-
-    sessions: dict[str, Session] = field(default_factory=dict)
-    models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
-    entries: dict[str, dict[int, Entry]] = field(default_factory=dict)
-    results: dict[str, dict[int, Result]] = field(default_factory=dict)
-    saves: dict[tuple[str, str, str], Save] = field(default_factory=dict)
-    now: Now | None = None
 
 
 @dataclass
@@ -189,28 +166,8 @@ class Journal:
 
     async def read(self) -> Book:
         """Everything there is, as it is now that nobody else writes."""
-        ledger, keys, book = self._runtime.ledger, self.keys, Book()
-        for entry in (await ledger.range(keys.root)).entries:
-            key = entry.key
-            name = key.rpartition("/")[2]
-            if key.startswith(keys.ops):
-                line, number = number_of(key)
-                book.entries.setdefault(line, {})[number] = decode(Entry, entry)
-            elif key.startswith(keys.results):
-                line, number = number_of(key)
-                book.results.setdefault(line, {})[number] = decode(Result, entry)
-            elif key.startswith(keys.models):
-                book.models[name] = decode(Model, entry)
-            elif key.startswith(keys.samplers):
-                book.samplers[name] = decode(Sampler, entry)
-            elif key.startswith(keys.sessions):
-                book.sessions[name] = decode(Session, entry)
-            elif key.startswith(keys.saves):
-                model, folder, name = key.removeprefix(keys.saves).split("/")
-                book.saves[model, folder, name] = decode(Save, entry)
-            elif key == keys.now:
-                book.now = decode(Now, entry)
-        return book
+        whole = await self._runtime.ledger.range(self.keys.root)
+        return read_book(self.keys, whole.entries)
 
     # ---- writing ---------------------------------------------------------------
 

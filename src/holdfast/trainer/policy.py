@@ -43,7 +43,17 @@ class Policy(BaseModel):
     max_waiting: int = Field(
         default=4096, ge=1, description="Operations per model that may wait; then 429."
     )
-    max_models: int = Field(default=64, ge=1, description="Models at once.")
+    max_models: int = Field(
+        default=64, ge=1, description="Models in memory at once; others are put aside on disk."
+    )
+    max_kept_models: int = Field(
+        default=4096, ge=1, description="Models at once, in memory or put aside on disk."
+    )
+    silent_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Models of a session that is not heard of for so long are put aside.",
+    )
     max_sessions: int = Field(default=10_000, ge=1, description="Sessions at once.")
     max_samplers: int = Field(default=10_000, ge=1, description="Sampling sessions at once.")
     poison_deaths: int = Field(

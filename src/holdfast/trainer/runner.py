@@ -3,9 +3,7 @@
 - Operations of a model are carried out in the order of their numbers. After a restart the
   same loop carries them out again, from the last checkpoint on: what has a result keeps it,
   and is computed again only for its effect on the model.
-- A result is posted before the next operation begins, so results become durable in order. A
-  checkpoint is begun when all results before it are durable, and counts as soon as the vault
-  has it: what it covers is never carried out again, and its entries may go.
+- A result is posted before the next operation begins, so results become durable in order.
 - What loads saved weights ends with a checkpoint: what was saved may be replaced later, and a
   replay must not read it again. A trainer that dies between the two leaves the one operation
   that has had its effect and has no result; its successor supplies that (`supply`).
@@ -21,27 +19,25 @@ import msgspec
 import xxhash
 
 from holdfast import events, faults
-from holdfast.errors import Corrupt, HoldfastError
+from holdfast.errors import Corrupt
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
+from holdfast.trainer.checkpoints import Checkpoints
 from holdfast.trainer.core import Core
-from holdfast.trainer.effects import CHECKPOINTS, Effect, Effects, changes_state
+from holdfast.trainer.effects import Effect, Effects, changes_state
 from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.records import Content, Entry, Now, Result
-from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.segments import read_content
-from holdfast.trainer.state import State, checkpoints_of
+from holdfast.trainer.shelf import Shelf
+from holdfast.trainer.state import State
 
 __all__ = ["Runner"]
 
 BEFORE = faults.declare("trainer.compute.before", "about to carry an operation out")
 AFTER = faults.declare("trainer.compute.after", "carried out, no result recorded")
 SETTLED = faults.declare("trainer.result.after", "the result is recorded, nobody has heard it")
-CAPTURED = faults.declare("trainer.checkpoint.captured", "state captured, nothing kept")
-KEPT = faults.declare("trainer.checkpoint.kept", "checkpoint kept, nothing trimmed")
-TRIMMED = faults.declare("trainer.checkpoint.trimmed", "trimmed on record, entries still there")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,28 +80,17 @@ class Differs(events.Event, frozen=True, tag="trainer.differs"):
     number: int
 
 
-class Checkpointed(events.Event, frozen=True, tag="trainer.checkpointed"):
-    """A model can be restored up to this operation without carrying it out again."""
-
-    line: str
-    number: int
-    bytes: int
-
-
-class CheckpointFailed(events.Event, frozen=True, tag="trainer.checkpoint_failed"):
-    """No checkpoint was made; the next one will be."""
-
-    reason: str
-
-
 class Runner:
     """The one who computes. `run` ends only with an error: then the process must end."""
 
     effects_type: ClassVar[type[Effects]] = Effects
+    checkpoints_type: ClassVar[type[Checkpoints]] = Checkpoints
 
     def __init__(self, core: Core, now: Now | None) -> None:
         self._core = core
-        self._effects = self.effects_type(core)
+        self._checkpoints = self.checkpoints_type(core)
+        self._shelf = Shelf(core, self._checkpoints)
+        self._effects = self.effects_type(core, self._shelf)
         self._suspect = now
         self._last = ""
 
@@ -117,6 +102,7 @@ class Runner:
             if state is None:
                 core.work.clear()
                 if self._pick() is None:
+                    await self._shelf.tidy()
                     await core.work.wait()
                 continue
             number = state.line.next()
@@ -167,8 +153,11 @@ class Runner:
             await begun
         await faults.apoint(BEFORE)
         started = core.runtime.now()
+        state.used = core.count()
         effect = await self._effects.carry_out(state, number, op)
         state.since_s += core.runtime.now() - started
+        if changes_state(op) and not isinstance(effect.outcome, Failed):
+            state.changed = number
         await faults.apoint(AFTER)
         events.emit(
             Applied(
@@ -187,8 +176,8 @@ class Runner:
         line.finish(number)
         if effect.trims:
             await core.journal.flushed()
-            await self._trim(state, number)
-        await self._checkpoint_if_due(state, number, op)
+            await self._checkpoints.trim(state, number)
+        await self._checkpoints.begin_if_due(state, number, op)
 
     async def _unreadable(self, state: State, number: int, entry: Entry, error: Corrupt) -> None:
         """What has no result fails. What had its effect once cannot have it again."""
@@ -277,67 +266,16 @@ class Runner:
                 continue
             for number in [one for one in line.entries if one <= line.done]:
                 if number not in line.results and not line.entries[number].skip:
-                    content = line.entries[number].content
-                    op = ops.decode_op(read_content(content, self._core.segments))
-                    effect = Effect(_loaded(state.name, op))
-                    await self._settle(state, number, line.entries[number], effect)
+                    entry = line.entries[number]
+                    await self._settle(state, number, entry, self._supplied(state, entry))
 
-    # ---- checkpoints -----------------------------------------------------------
-
-    async def _checkpoint_if_due(self, state: State, number: int, op: Op) -> None:
-        policy = self._core.policy
-        count = number - state.line.trimmed
-        due = (
-            count >= policy.checkpoint_ops
-            or state.since_s >= max(policy.checkpoint_s, state.saving_s / policy.checkpoint_share)
-            or state.since_bytes >= policy.checkpoint_bytes
-        )
-        # Behind a step there are no gradients to be kept; but it must not wait for ever.
-        good = isinstance(op, ops.OptimStep) or count >= 2 * policy.checkpoint_ops
-        if not due or not good or not state.loaded or state.saving is not None:
-            return
-        state.saving_since = self._core.runtime.now()
-        snapshot = await self._core.compute.capture(state.name)
-        await faults.apoint(CAPTURED)
-        state.since_s, state.since_bytes = 0.0, 0
-
-        work = self._checkpoint(state, number, snapshot)
-        state.saving = self._core.runtime.spawn(work, name=f"checkpoint {state.name}:{number}")
-        state.saving.add_done_callback(self._checked)
-
-    async def _checkpoint(self, state: State, number: int, snapshot: Snapshot) -> None:
+    def _supplied(self, state: State, entry: Entry) -> Effect:
         try:
-            await self._core.journal.flushed()
-            channel = checkpoints_of(state.name)
-            kept = await self._core.vault.save(channel, number, snapshot, CHECKPOINTS)
-            state.saving_s = self._core.runtime.now() - state.saving_since
-            await faults.apoint(KEPT)
-            events.emit(Checkpointed(line=state.name, number=number, bytes=kept.bytes))
-            await self._trim(state, number)
-        finally:
-            state.saving = None
-
-    def _checked(self, task: "asyncio.Task[None]") -> None:
-        """A checkpoint that fails costs nothing but time, unless we were replaced."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            events.emit(CheckpointFailed(reason=f"{type(error).__name__}: {error}"))
-            if not isinstance(error, HoldfastError):
-                self._core.journal.fail(_as_error(error))
-
-    async def _trim(self, state: State, number: int) -> None:
-        """Remove the entries that a checkpoint has made needless."""
-        core, model = self._core, state.model
-        if model is None or model.ended or model.trimmed >= number:
-            return
-        state.model = msgspec.structs.replace(model, trimmed=number)
-        await core.journal.write(put(core.keys.model(state.name), state.model))
-        await faults.apoint(TRIMMED)
-        old = state.line.trim(number)
-        for at in range(0, len(old), _CHUNK):
-            await core.journal.write(
-                *(Delete(core.keys.op(state.name, one)) for one in old[at : at + _CHUNK])
-            )
+            op = ops.decode_op(read_content(entry.content, self._core.segments))
+        except Corrupt as error:
+            reason = f"it had its effect, and what it was cannot be read: {error}"
+            return Effect(Failed(error=reason, category="server"))
+        return Effect(_loaded(state.name, op))
 
 
 def _digest(content: Content) -> str:

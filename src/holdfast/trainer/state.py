@@ -45,9 +45,15 @@ class State:
     pending: "dict[int, tuple[str, str, asyncio.Task[None]]]" = field(default_factory=dict)
     """What is being written to the journal: kind, identity, and who writes."""
     restorable: int | None = None
-    """The checkpoint that there was when this trainer began."""
+    """The newest checkpoint."""
+    changed: int = -1
+    """The operation that changed its model last, as far as this trainer has carried it out."""
     loaded: bool = False
-    """Whether its model is in memory."""
+    """Whether its model is in memory; if not, it is restored when it is needed."""
+    used: int = 0
+    """When it was last used: counts operations of all lines."""
+    cleared: bool = False
+    """Whether its checkpoints were removed: its model has ended."""
     lost: str = ""
     """Why this trainer cannot restore it. What is asked of it fails; other models go on."""
     busy: bool = False
@@ -95,6 +101,11 @@ class State:
         """Whether nothing more is done for it."""
         owner = self.model or self.sampler
         return owner is None or owner.ended
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something is being done for it, or waits to be."""
+        return self.busy or bool(self.pending) or self.line.waiting() > 0
 
     @property
     def stillborn(self) -> bool:

@@ -7,6 +7,8 @@
 - A sampling session of unnamed weights ends when these are no longer kept; nothing of it is left
   when its results are old. So whoever makes one per step can do so for ever.
 - What was saved for a limited time is deleted when that is over.
+- The checkpoints of a model that has ended are removed. Models of sessions that were not heard of
+  for some time are put aside (`shelf.py`), and nothing of them is lost.
 - Results are kept until their session ends, or until they are old and many newer ones are
   there: that a result was sent once does not mean that it was received.
 """
@@ -17,7 +19,7 @@ from collections.abc import Iterable
 import msgspec
 
 from holdfast import events
-from holdfast.errors import Retriable
+from holdfast.errors import Retriable, UnknownOutcome
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
@@ -26,7 +28,7 @@ from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed
 from holdfast.trainer.records import Entry, Place, Result
 from holdfast.trainer.segments import Segments
-from holdfast.trainer.state import State
+from holdfast.trainer.state import State, checkpoints_of
 
 __all__ = ["Upkeep"]
 
@@ -83,6 +85,9 @@ class Upkeep:
                 if missing > max(state.line.entries):
                     break
             await self._forget(state)
+        silent = core.silent()
+        if any(state.session in silent and not state.wanted for state in core.in_memory()):
+            core.work.set()  # for the runner to put them aside
 
     def _outdated(self) -> list[State]:
         """Sampling sessions whose weights are gone: so many newer ones were made."""
@@ -144,13 +149,14 @@ class Upkeep:
             result = core.result_of(line.entries[number], Failed(error=error))
             await core.journal.write(put(core.keys.result(state.name, number), result))
             core.settled(state, number, result)
-        if line.computed or state.pending:
+        if line.computed or state.pending or state.saving is not None:
             return  # it comes to its end first
         await self._delete([core.keys.op(state.name, one) for one in line.entries])
         line.entries.clear()
         if state.loaded:
             state.loaded = False
             await core.compute.drop(state.name)
+        await self._clear(state)
         over = core.sessions[state.session].ended
         before = core.wall() - core.policy.result_s
         old = [n for n, one in line.results.items() if over or (state.sampler and one.at < before)]
@@ -160,6 +166,17 @@ class Upkeep:
         if state.sampler is not None and not line.results:
             await self._delete([core.keys.sampler(state.name)])
             del core.lines[state.name]
+
+    async def _clear(self, state: State) -> None:
+        """Remove the checkpoints of a model that has ended: nothing begins from them again."""
+        if state.model is None or state.cleared:
+            return
+        channel = checkpoints_of(state.name)
+        with contextlib.suppress(Retriable, UnknownOutcome):  # then with the next look
+            newest = await self._core.vault.newest(channel)
+            if newest is not None:
+                await self._core.vault.drop(channel, newest)
+            state.cleared, state.restorable = True, None
 
     async def _forget(self, state: State) -> None:
         core, line = self._core, state.line

@@ -30,6 +30,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Entry, Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
 from holdfast.ledger.records import decode, put
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.fleet_plan import begin, offered
 from holdfast.weights.follower import Follower
@@ -118,7 +119,9 @@ class Fleet:
             if entry.key == self._keys.target:
                 target = decode(Target, entry)
             elif entry.key.startswith(self._keys.consumers):
-                members.append(decode(Consumer, entry))
+                member = readable(Consumer, entry)
+                if not isinstance(member, Unreadable):
+                    members.append(member)
         return target, members
 
     async def update(self, version: int, *, attempts: int = 1, rollback: bool = False) -> Update:

@@ -5,6 +5,7 @@ import contextlib
 
 from holdfast.ledger import Entry, Runtime, absent, follow, unchanged
 from holdfast.ledger.records import decode, put
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.weights.fleet_plan import advance
 from holdfast.weights.records import Consumer, Keys, Target
 
@@ -42,11 +43,12 @@ class Follower:
             self._entry = entry
             self._since_s = self._runtime.now()
             self.target = decode(Target, entry) if entry else Target()
-        self.members = tuple(
-            decode(Consumer, one)
+        read = [
+            readable(Consumer, one)
             for key, one in entries.items()
             if key.startswith(self._keys.consumers)
-        )
+        ]
+        self.members = tuple(one for one in read if not isinstance(one, Unreadable))
         self.count += 1
         self._moved.set()
 

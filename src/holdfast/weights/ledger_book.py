@@ -9,6 +9,8 @@
   read, so whatever a new consumer's floor covers is still there.
 - A consumer's record is written by that consumer alone, each time compared with what it
   wrote last: a call that arrives late changes nothing.
+- A version whose record cannot be read counts as damaged. A consumer whose record cannot be read
+  may need anything: while it is there, nothing is deleted. Everything else goes on.
 """
 
 import contextlib
@@ -35,6 +37,7 @@ from holdfast.ledger import (
     update,
 )
 from holdfast.ledger.records import KEEP, Verdict, decode, load, put
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.weights.book import Book, Member, Seat, View
 from holdfast.weights.ledger_seat import ATTEMPTS, LedgerSeat, life, pause
 from holdfast.weights.records import (
@@ -124,14 +127,18 @@ class LedgerBook(Book):
         marks: dict[int, str] = {}
         touched: dict[int, Entry] = {}
         for entry in entries:
-            if entry.key.startswith(keys.versions):
-                version = decode(Version, entry)
-                versions[version.version] = version
-                touched[version.version] = entry
+            if (number := _number(entry.key, keys.versions)) is not None:
+                version = readable(Version, entry)
+                if isinstance(version, Unreadable):
+                    marks[number], version = version.reason, _unknown(number)
+                versions[number], touched[number] = version, entry
             elif entry.key.startswith(keys.consumers):
-                members.append(Member(life(entry.key), decode(Consumer, entry)))
-            elif entry.key.startswith(keys.marks):
-                marks[int(entry.key.removeprefix(keys.marks))] = decode(Mark, entry).reason
+                consumer = readable(Consumer, entry)
+                if isinstance(consumer, Unreadable):
+                    consumer = Consumer(name=f"unreadable {entry.key}", needs="every", floor=0)
+                members.append(Member(life(entry.key), consumer))
+            elif (number := _number(entry.key, keys.marks)) is not None:
+                marks[number] = readable(Mark, entry).reason
             elif entry.key == keys.head:
                 head = decode(Head, entry).version
             elif entry.key == keys.writer:
@@ -253,6 +260,19 @@ class LedgerBook(Book):
     def seat(self, consumer: Consumer, lease_s: float) -> Seat:
         """See `Book.seat`."""
         return self.seat_kind(self._runtime, self._keys, consumer, lease_s)
+
+
+def _number(key: str, folder: str) -> int | None:
+    """The version that a key below a folder is about; None: it is about none."""
+    number = key.removeprefix(folder)
+    return int(number) if key.startswith(folder) and number.isdecimal() else None
+
+
+def _unknown(number: int) -> Version:
+    """What stands for a version whose record cannot be read."""
+    return Version(
+        version=number, parent=None, epoch=0, content="", manifest="", bytes=0, published_s=0.0
+    )
 
 
 def _is(version: Version, entry: Entry | None) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.errors import LeaseLost, Retriable, UnknownOutcome
 from holdfast.ledger import Entry, Record, follow
-from holdfast.ledger.records import decode
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.text import size
 from holdfast.weights.book import Book, View
 from holdfast.weights.channel import Channel
@@ -47,17 +47,19 @@ class Happening(msgspec.Struct, frozen=True):
 def state_of_entries(keys: Keys, entries: Iterable[Entry]) -> State:
     """The state that these entries of the ledger describe."""
     found: dict[tuple[str, str], Record] = {}
+    folders: tuple[tuple[str, str, type[Record]], ...] = (
+        ("version", keys.versions, Version),
+        ("consumer", keys.consumers, Consumer),
+        ("mark", keys.marks, Mark),
+        ("writer", keys.writer, Writer),
+        ("target", keys.target, Target),
+    )
     for entry in entries:
-        if entry.key.startswith(keys.versions):
-            found["version", entry.key.removeprefix(keys.versions)] = decode(Version, entry)
-        elif entry.key.startswith(keys.consumers):
-            found["consumer", entry.key.removeprefix(keys.consumers)] = decode(Consumer, entry)
-        elif entry.key.startswith(keys.marks):
-            found["mark", entry.key.removeprefix(keys.marks)] = decode(Mark, entry)
-        elif entry.key == keys.writer:
-            found["writer", ""] = decode(Writer, entry)
-        elif entry.key == keys.target:
-            found["target", ""] = decode(Target, entry)
+        for what, folder, kind in folders:
+            if entry.key.startswith(folder):
+                record = readable(kind, entry)
+                if not isinstance(record, Unreadable):
+                    found[what, entry.key.removeprefix(folder)] = record
     return found
 
 

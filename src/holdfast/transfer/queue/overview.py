@@ -4,7 +4,7 @@ import msgspec
 
 from holdfast.ledger import open as open_ledger
 from holdfast.ledger.follow import Step
-from holdfast.ledger.records import decode
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.transfer.queue.plan import Plan
 from holdfast.transfer.queue.records import Keys, Member
 from holdfast.transfer.queue.view import View
@@ -86,8 +86,10 @@ async def overview(url: str, run: str, name: str) -> Overview | None:
     members = []
     for entry in whole.entries:
         if entry.key.startswith(f"{keys.prefix}member/"):
-            member, known = entry.key.rpartition("/")[2], decode(Member, entry)
-            members.append(MemberLine(member, known.pid, known.host, claims[member]))
+            member, known = entry.key.rpartition("/")[2], readable(Member, entry)
+            if isinstance(known, Unreadable):
+                known = Member(pid=0, host="UNREADABLE")
+            members.append(MemberLine(member, known.pid, known.host, claims.get(member, {})))
     return Overview(
         view.living(),
         view.nbytes(),

@@ -8,6 +8,7 @@ from holdfast.ledger.types import Compare, Delete
 from holdfast.sim.protocol import Protocol
 from holdfast.sim.protocols.operations.model import OperationsProtocol
 from holdfast.trainer import ops
+from holdfast.trainer.checkpoints import Checkpoints
 from holdfast.trainer.core import Core
 from holdfast.trainer.effects import Effect, Effects
 from holdfast.trainer.journal import Journal, Write
@@ -142,18 +143,19 @@ class _LoadReplayed(OperationsProtocol):
             effects_type = _LoadsAgain
 
 
-class _TrimsFirst(Runner):
-    async def _checkpoint(self, state: State, number: int, snapshot: Snapshot) -> None:
+class _TrimsFirst(Checkpoints):
+    async def keep(self, state: State, number: int, snapshot: Snapshot) -> None:
         await self._core.journal.flushed()
-        await self._trim(state, number)
-        await super()._checkpoint(state, number, snapshot)
+        await self.trim(state, number)
+        await super().keep(state, number, snapshot)
 
 
 class _TrimmedFirst(OperationsProtocol):
     """Entries are removed before the checkpoint that covers them is there."""
 
     class trainer(Trainer):  # noqa: N801
-        runner_type = _TrimsFirst
+        class runner_type(Runner):  # noqa: N801
+            checkpoints_type = _TrimsFirst
 
 
 class _Forgets(Core):

@@ -66,6 +66,7 @@ POLICY = Policy(
     result_s=2000.0,
     upkeep_s=5.0,
     poison_deaths=50,
+    max_models=1,
 )
 CALL_S = 10.0
 WAYS = ("sent", "answered")
