@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gateway.service import Service, serve, wait_for
+from holdfast import events
 from holdfast.errors import Mistake
 from holdfast.gateway import commands
 from holdfast.gateway.http import Limits
@@ -164,3 +165,4 @@ def test_commands_of_jobs_and_a_second_account_exclude_each_other(tmp_path: Path
         subprocess.run(key, capture_output=True, text=True, check=True)
     with pytest.raises(Mistake, match="beside local: other"):
         commands.serve.main([*asked[:-1], "--allow-commands"], standalone_mode=False)
+    events.unconfigure()

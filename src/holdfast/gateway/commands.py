@@ -141,24 +141,29 @@ def serve(
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
     private_folder(folder)
     _log(folder, run)
-    reserved = reserve(asked.host, asked.port)
-    port: int = reserved.getsockname()[1]
-    key = asyncio.run(_own_key(lasting, run, asked, read_note(folder)))
+    own = _own_trainer(models, ranks, store, fsdp=fsdp)
+    with contextlib.closing(reserve(asked.host, asked.port)) as reserved:
+        _serve(asked, lasting, run, folder, reserved.getsockname()[1], _named(trainers, own))
+
+
+def _serve(
+    asked: "_Given", url: str, run: str, folder: Path, port: int, trainers: dict[str, str]
+) -> None:
+    """Leave word for the user's own commands, and keep the parts alive."""
+    key = asyncio.run(_own_key(url, run, asked, read_note(folder)))
     scheme = "https" if asked.tls_cert else "http"
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
     reached = f"{scheme}://{shown}:{port}"
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
-    own = _own_trainer(models, ranks, store, fsdp=fsdp)
-    parts = _parts(asked, lasting, run, folder, port, _named(trainers, own))
+    parts = _parts(asked, url, run, folder, port, trainers)
 
     def announce() -> None:
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
 
     supervisor = Supervisor(parts, lambda text: click.echo(f"holdfast: {text}", err=True))
-    with contextlib.closing(reserved):
-        supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
+    supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
