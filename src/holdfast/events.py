@@ -20,11 +20,9 @@ that one. Not done here: rotation, and deciding anything.
 """
 
 import atexit
-import errno
 import fcntl
 import os
 import re
-import stat
 import threading
 import time
 import weakref
@@ -37,7 +35,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from holdfast.errors import Corrupt, Denied, Mistake, NoRoom, NotFound
+from holdfast.errors import Corrupt, Mistake, NotFound
+from holdfast.files import append_to
 
 __all__ = [
     "Counters",
@@ -339,20 +338,8 @@ atexit.register(unconfigure)
 
 def _open(path: Path) -> tuple[int, bytes]:
     """Open for appending, as the only writer; also returns what the last line lacks."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = append_to(path, also_read=True)
     try:
-        fd = os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        raise NotFound(f"{path.parent} does not exist: create the folder first") from None
-    except PermissionError:
-        raise Denied(f"{path} may not be written: check the folder's permissions") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoRoom(f"no room for the event log {path}") from error
-        raise Mistake(f"the event log {path} cannot be opened: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Mistake(f"{path} is not a plain file: events need one")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import Unavailable
+from holdfast.files import private_folder
 
 __all__ = [
     "NETWORK_FILE_SYSTEMS",
@@ -118,9 +119,7 @@ def _unescape(text: str) -> str:
 def state_dir() -> Path:
     """The folder for what lasts between runs. For its owner only: programs' output is in it."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(home) / "holdfast"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
+    return private_folder(Path(home) / "holdfast")
 
 
 def begun_at(pid: int) -> int:

@@ -39,6 +39,7 @@ import msgspec
 
 from holdfast import faults, procs
 from holdfast.errors import Unavailable
+from holdfast.files import append_to, private_folder
 
 __all__ = ["Nursery", "begin", "inherit", "turn_into"]
 
@@ -163,7 +164,8 @@ class Nursery:
             list(argv[2:]), {**os.environ, **(env or {})}, str(Path.cwd()), str(log or "")
         )
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(log.parent)
+            os.close(append_to(log))  # a bad place is told here, where it can be heard
         ours, theirs = socket.socketpair()
         try:
             with ours, theirs, _adopting():
@@ -305,7 +307,7 @@ def _dress(order: _Order, fds: Sequence[int]) -> None:
     os.dup2(stdin, 0)
     os.close(stdin)
     if order.log:
-        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = append_to(Path(order.log))
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, Unavailable
+from holdfast.files import append_to, private_folder
 
 __all__ = ["Child", "HeldPort", "die_with_parent", "spawn"]
 
@@ -156,8 +157,8 @@ def spawn(
     parent = os.getpid()
     sink: int | IO[Any] | None = stdout
     if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        sink = log.open("ab")
+        private_folder(log.parent)
+        sink = append_to(log)
     try:
         process = subprocess.Popen(
             list(argv),
@@ -178,8 +179,8 @@ def spawn(
     except PermissionError:
         raise Denied(f"the program {argv[0]} may not be run, or not in {cwd or '.'}") from None
     finally:
-        if log is not None and not isinstance(sink, int | None):
-            sink.close()
+        if log is not None and isinstance(sink, int):
+            os.close(sink)
     return Child(process, name or Path(argv[0]).name, log)
 
 

@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from gateway.service import Service, serve, wait_for
+from holdfast import events
+from holdfast.errors import Mistake
+from holdfast.gateway import commands
 from holdfast.gateway.http import Limits
 from holdfast.jobs.fence import SECRET
 
@@ -144,3 +147,22 @@ def test_connections_without_a_key_keep_nobody_out(service: Service) -> None:
             connect(service, stack)
         statuses = [service.ask("GET", service.way("one")).status for _ in range(100)]
         assert statuses == [200] * 100
+
+
+def test_commands_of_jobs_and_a_second_account_exclude_each_other(tmp_path: Path) -> None:
+    """A job's own command can read the ledger: serve and `accounts key` refuse what would let it
+    read another account's, whichever comes second, unless the operator says so in words."""
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    key = [sys.executable, "-m", "holdfast", "accounts", "key", "other", "--ledger", url]
+    with serve(tmp_path, "--allow-commands", ledger=url):
+        refused = subprocess.run(key, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2, refused
+        assert "all-accounts-are-trusted" in refused.stderr
+    asked = ["--folder", str(tmp_path), "--ledger", url, "--port", "0", "--allow-commands=yes"]
+    with pytest.raises(Mistake, match="all-accounts-are-trusted"):
+        commands.serve.main(asked, standalone_mode=False)
+    with serve(tmp_path, "--allow-commands=all-accounts-are-trusted", ledger=url):
+        subprocess.run(key, capture_output=True, text=True, check=True)
+    with pytest.raises(Mistake, match="beside local: other"):
+        commands.serve.main([*asked[:-1], "--allow-commands"], standalone_mode=False)
+    events.unconfigure()

@@ -1,13 +1,17 @@
 """Accounts: keys are shown once, hashed at rest, rotated without a restart."""
 
 import asyncio
+import contextlib
 import time
+from typing import Any
 
 import pytest
 
 from holdfast.errors import Denied, Mistake, NotFound
 from holdfast.jobs.accounts import Accounts, Guests
-from holdfast.ledger import Ledger, LiveRuntime
+from holdfast.jobs.records import Host, Keys
+from holdfast.ledger import Delete, Ledger, LiveRuntime
+from holdfast.ledger.records import put
 from patience import HANG_S
 
 
@@ -115,3 +119,89 @@ async def test_asking_with_unknown_keys_does_not_ask_the_ledger_each_time(
         assert 1 <= reads <= 2 + (time.monotonic() - began)
     finally:
         type(opened)._page = page  # type: ignore[method-assign]
+
+
+async def test_with_commands_there_is_one_account(accounts: Accounts) -> None:
+    """A job's own command reads the ledger and can make keys: for others, if there are any."""
+    await accounts.add_key("a")
+    await accounts.allow_commands("a")
+    await accounts.add_key("a")
+    with pytest.raises(Mistake, match="all-accounts-are-trusted"):
+        await accounts.add_key("b")
+    await accounts.allow_commands("")
+    _, kept = await accounts.add_key("b")
+    with pytest.raises(Mistake, match="all-accounts-are-trusted"):
+        await accounts.allow_commands("a")
+    await accounts.add_key("c", lives_s=60.0)
+    await accounts.revoke("b", kept.id)
+    with pytest.raises(Mistake, match="beside a: c"):
+        await accounts.allow_commands("a")
+
+
+async def test_commands_end_with_the_hosts_that_let_them(
+    accounts: Accounts, opened: Ledger
+) -> None:
+    """A service that starts without them opens the run to other accounts, but not under a host."""
+    host = Keys("r").host("other")
+    await accounts.allow_commands("a")
+    await opened.txn([], [put(host, Host(name="other", any_command=True))])
+    await accounts.forbid_commands()
+    with pytest.raises(Mistake, match="gets no key"):
+        await accounts.add_key("b")
+    await opened.txn([], [Delete(host)])
+    await accounts.forbid_commands()
+    await accounts.add_key("b")
+
+
+@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("slow_one", ["key", "commands"])
+async def test_a_second_account_and_commands_never_both_come(
+    opened: Ledger, slow_one: str, late: int
+) -> None:
+    """However the steps of the two meet, in two processes: one of them is refused."""
+    slow = Slow(opened)
+    book = Accounts(LiveRuntime(opened), "r", time.time)
+    other = Accounts(LiveRuntime(slow), "r", time.time)  # type: ignore[arg-type]
+    await book.add_key("a")
+    slow.hold_at = late
+
+    async def make_key(book: Accounts) -> None:
+        with contextlib.suppress(Mistake):
+            await book.add_key("b")
+
+    async def allow(book: Accounts) -> None:
+        with contextlib.suppress(Mistake):
+            await book.allow_commands("a")
+
+    first, second = (make_key, allow) if slow_one == "key" else (allow, make_key)
+    begun = asyncio.create_task(first(other))
+    async with asyncio.timeout(HANG_S):
+        await asyncio.wait(
+            [begun, asyncio.create_task(slow.held.wait())], return_when="FIRST_COMPLETED"
+        )
+        await second(book)
+        slow.go.set()
+        await begun
+        slow.held.set()
+    allowed = await opened.get(Keys("r").commands) is not None
+    accounts = {account.name for account in await book.all()}
+    assert allowed != ("b" in accounts)
+
+
+class Slow:
+    """A ledger whose user is held up before its nth call."""
+
+    def __init__(self, opened: Ledger) -> None:
+        self._opened = opened
+        self.hold_at = self.calls = 0
+        self.held, self.go = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*given: Any) -> Any:
+            if self.calls == self.hold_at:
+                self.held.set()
+                await self.go.wait()
+            self.calls += 1
+            return await getattr(self._opened, name)(*given)
+
+        return call

@@ -25,6 +25,7 @@ from holdfast.chaos.line import Line
 from holdfast.chaos.plan import Clause, parse, storm
 from holdfast.chaos.victims import find
 from holdfast.errors import HoldfastError, Mistake
+from holdfast.files import private_folder
 from holdfast.text import plural
 
 __all__ = ["main"]
@@ -258,7 +259,7 @@ def main(
         line = any(one.cuts_line for one in clauses)
         click.echo(msgspec.json.encode({"faults": armed, "line": line}).decode())
         return
-    (folder / "events").mkdir(parents=True, exist_ok=True)
+    private_folder(folder / "events")
     events.configure(folder / "events" / "chaos.jsonl", process="chaos")
     points = tuple(one.armed for one in clauses if one.point)
     events.emit(Planned(clauses=tuple(map(str, clauses)), points=points))

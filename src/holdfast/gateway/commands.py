@@ -15,9 +15,10 @@ import msgspec
 
 from holdfast import events, ledger
 from holdfast.errors import Mistake
+from holdfast.files import private_folder
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part, Supervisor, own_name, reserve
-from holdfast.jobs.accounts import Accounts, split_key
+from holdfast.jobs.accounts import TRUSTED, Accounts, split_key
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
@@ -28,6 +29,8 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["accounts", "serve"]
 
+ONE_ACCOUNT = "one-account"
+"""What `--allow-commands` without a value says."""
 OWN = "holdfast"
 """What stands for Holdfast's own trainer."""
 
@@ -74,7 +77,16 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
 @click.option(
     "--store", default="", help="For Holdfast's own trainer: where batches by reference are."
 )
-@click.option("--allow-commands", is_flag=True, help="Let jobs bring commands of their own.")
+@click.option(
+    "--allow-commands",
+    default="",
+    is_flag=False,
+    flag_value=ONE_ACCOUNT,
+    metavar=f"[={TRUSTED}]",
+    help="Let jobs bring commands of their own. Such a command can read the whole ledger and make "
+    "keys for every account, so there must be one account only, unless you say that all are "
+    "trusted.",
+)
 @click.option("--health-path", default="/api/v1/healthz", show_default=True)
 @click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
 @click.option(
@@ -128,26 +140,31 @@ def serve(
     if lasting.startswith("memory:"):
         raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(folder)
     _log(folder, run)
-    reserved = reserve(asked.host, asked.port)
-    port: int = reserved.getsockname()[1]
-    key = asyncio.run(_own_key(lasting, run, asked.account, read_note(folder)))
+    own = _own_trainer(models, ranks, store, fsdp=fsdp)
+    with contextlib.closing(reserve(asked.host, asked.port)) as reserved:
+        _serve(asked, lasting, run, folder, reserved.getsockname()[1], _named(trainers, own))
+
+
+def _serve(
+    asked: "_Given", url: str, run: str, folder: Path, port: int, trainers: dict[str, str]
+) -> None:
+    """Leave word for the user's own commands, and keep the parts alive."""
+    key = asyncio.run(_own_key(url, run, asked, read_note(folder)))
     scheme = "https" if asked.tls_cert else "http"
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
     reached = f"{scheme}://{shown}:{port}"
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
-    own = _own_trainer(models, ranks, store, fsdp=fsdp)
-    parts = _parts(asked, lasting, run, folder, port, _named(trainers, own))
+    parts = _parts(asked, url, run, folder, port, trainers)
 
     def announce() -> None:
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
 
     supervisor = Supervisor(parts, lambda text: click.echo(f"holdfast: {text}", err=True))
-    with contextlib.closing(reserved):
-        supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
+    supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +173,7 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     gateways: int
-    allow_commands: bool
+    allow_commands: str
     health_path: str
     capacity: int
     max_restarts: int
@@ -175,6 +192,8 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.gateways <= 64:
             raise Mistake(f"--gateways is 1 to 64, not {self.gateways}")
+        if self.allow_commands not in ("", ONE_ACCOUNT, TRUSTED):
+            raise Mistake(f"--allow-commands is given alone, or as --allow-commands={TRUSTED}")
         if not 0 <= self.port <= 65_535:
             raise Mistake(f"--port is 0 to 65535, not {self.port}")
         if self.tls_key and not self.tls_cert:
@@ -183,6 +202,11 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake(f"--lease is 1 to 3600 s, not {self.lease:g}")
         if not 0 < self.poll_hold <= 40 or not 0 < self.submit_wait <= 40:
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
+
+    @property
+    def only_account(self) -> str:
+        """The account whose jobs may bring commands; "": those of all accounts."""
+        return "" if self.allow_commands == TRUSTED else self.account
 
 
 def _own_trainer(models: tuple[str, ...], ranks: int, store: str, *, fsdp: bool) -> str:
@@ -245,7 +269,8 @@ def _parts(
             name=own_name(),
             folder=str(folder),
             trainers=trainers,
-            allow_commands=asked.allow_commands,
+            allow_commands=bool(asked.allow_commands),
+            only_account=asked.only_account,
             health_path=asked.health_path,
             capacity=asked.capacity,
             restarts=asked.max_restarts,
@@ -258,7 +283,7 @@ def _parts(
 
 def _log(folder: Path, run: str) -> None:
     """Take the event log, which has one writer: so there is one `serve` per folder."""
-    (folder / "events").mkdir(parents=True, exist_ok=True)
+    private_folder(folder / "events")
     try:
         events.configure(folder / "events" / "serve.jsonl", process="serve")
     except Mistake:
@@ -268,10 +293,15 @@ def _log(folder: Path, run: str) -> None:
         ) from None
 
 
-async def _own_key(url: str, run: str, account: str, note: Note | None) -> str:
+async def _own_key(url: str, run: str, asked: _Given, note: Note | None) -> str:
     """A key for the user's own commands: the one of the last start, or a new one."""
+    account = asked.account
     async with ledger.open(url) as opened:
         book = Accounts(LiveRuntime(opened), run, time.time)
+        if asked.allow_commands:
+            await book.allow_commands(asked.only_account)
+        else:
+            await book.forbid_commands()
         parts = split_key(note.key) if note is not None and note.account == account else None
         if note is not None and parts is not None:
             accounts = [there for there in await book.all() if there.name == account]

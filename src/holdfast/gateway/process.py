@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import events, ledger
+from holdfast.files import private_folder
 from holdfast.gateway.desk import Desk, NaiveDesk, Patience
 from holdfast.gateway.front import Front
 from holdfast.gateway.http import Limits, Server, run
@@ -103,7 +104,7 @@ def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=GatewaySettings)
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(log.parent)
     _raise_open_files()
     counters = events.Counters()
     events.configure(log, process=settings.name, sinks=[counters])

@@ -18,16 +18,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from holdfast.errors import Denied, Mistake, NotFound
-from holdfast.jobs.records import Account, ApiKey, Keys, check_name
+from holdfast.errors import Corrupt, Denied, Fenced, Mistake, NotFound
+from holdfast.jobs.records import Account, ApiKey, Commands, Host, Keys, check_name
 from holdfast.ledger.follow import Step, follow
-from holdfast.ledger.records import KEEP, Verdict, decode, update
+from holdfast.ledger.records import KEEP, Verdict, decode, load, put, update
 from holdfast.ledger.runtime import Runtime
-from holdfast.ledger.types import Entry
+from holdfast.ledger.types import Compare, Delete, Entry, absent, unchanged
 from holdfast.ledger.unreadable import Unreadable, readable, tell
 
 __all__ = ["Accounts", "Guests", "make_key", "split_key"]
 
+TRUSTED = "all-accounts-are-trusted"
+"""What `--allow-commands` says where there is more than one account."""
+_ATTEMPTS = 16
 KEYS_MAX = 32
 """Keys of one account."""
 _LOOK_S = 1.0
@@ -96,8 +99,66 @@ class Accounts:
                 raise Mistake(f"{account} has {KEYS_MAX} keys: revoke one first")
             return msgspec.structs.replace(there, keys=(*keys, kept))
 
-        await update(self._runtime, self._keys.account(account), Account, decide)
+        for attempt in range(1, _ATTEMPTS + 1):
+            guard = await self._may_have_keys(account)
+            try:
+                place = self._keys.account(account)
+                await update(self._runtime, place, Account, decide, guards=[guard])
+                break
+            except Fenced:  # what may have keys has just changed: look again
+                if attempt == _ATTEMPTS:
+                    raise
         return key, kept
+
+    async def _may_have_keys(self, account: str) -> Compare:
+        """True while this account may have keys. `Mistake` when it may not."""
+        rule = await load(self._runtime.ledger, self._keys.commands, Commands)
+        if rule is None:
+            return absent(self._keys.commands)
+        if rule.record.account not in ("", account):
+            raise Mistake(
+                f"the account {account} gets no key: jobs may bring their own commands here, so "
+                f"{rule.record.account} could read and use it. Start `holdfast serve` without "
+                f"--allow-commands, or with --allow-commands={TRUSTED}"
+            )
+        return unchanged(rule.entry)
+
+    async def allow_commands(self, account: str) -> None:
+        """Let jobs bring commands: those of this account, the only one; of all with "".
+
+        The record is written before the accounts are read, and a key is made only over the record
+        that was read: of two that meet, one sees the other.
+        """
+        await self._must_be_alone(account)
+        record = put(self._keys.commands, Commands(account=account))
+        txn = await self._runtime.ledger.txn([], [record])
+        try:
+            await self._must_be_alone(account)
+        except Mistake:
+            ours = Compare(self._keys.commands, "mod", "==", txn.revision)
+            await self._runtime.ledger.txn([ours], [Delete(self._keys.commands)])
+            raise
+
+    async def _must_be_alone(self, account: str) -> None:
+        others = [
+            there.name
+            for there in await self.all()
+            if there.name != account and not all(map(self._is_over, there.keys))
+        ]
+        if account and others:
+            raise Mistake(
+                f"--allow-commands lets the jobs of one account read the ledger and use the keys "
+                f"of the others, and there are others beside {account}: {', '.join(others[:5])}. "
+                f"If all of them may do so, say --allow-commands={TRUSTED}; if not, revoke their "
+                f"keys or give this service another --ledger"
+            )
+
+    async def forbid_commands(self) -> None:
+        """Jobs bring no commands any more, unless a host that lives lets them."""
+        rule = await load(self._runtime.ledger, self._keys.commands, Commands)
+        hosts = await self._runtime.ledger.range(self._keys.hosts)
+        if rule is not None and not any(map(_lets_commands, hosts.entries)):
+            await self._runtime.ledger.txn([unchanged(rule.entry)], [Delete(self._keys.commands)])
 
     async def revoke(self, account: str, key_id: str) -> None:
         """Take a key back. It stops working as soon as gateways hear of it."""
@@ -129,6 +190,13 @@ class Accounts:
 
     def _is_over(self, key: ApiKey) -> bool:
         return 0 < key.expires_at <= self._wall()
+
+
+def _lets_commands(entry: Entry) -> bool:
+    try:
+        return decode(Host, entry).any_command
+    except Corrupt:
+        return True  # for all we know
 
 
 class Guests:

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -117,11 +117,14 @@ class Host:
         me: HostRecord | None = None,
         is_dead: Callable[[HostRecord], bool] = lambda _: False,
         new_secret: Callable[[], str] = secrets.token_urlsafe,
+        check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`me` says where this process is, and `is_dead` whether another one surely is not.
 
-        `new_secret` makes what an incarnation's port asks gateways for.
+        `new_secret` makes what an incarnation's port asks gateways for. `check` is called when
+        this host is in the ledger, and raises a `Mistake` if it must not serve.
         """
+        self._check = check
         self._jobs = jobs
         self._runtime = jobs.runtime
         self._launcher = launcher
@@ -167,6 +170,8 @@ class Host:
         )
         await self._bury(key)
         await self._runtime.ledger.txn([], [put(key, record, lease=self._keeper.id)])
+        if self._check is not None:
+            await self._check()
         await self._renew()
         self._leased_at = self._runtime.now()
         self._view = View(self._jobs.keys)

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast import events, ledger, machine
+from holdfast.files import private_folder
+from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
 from holdfast.jobs.local import LocalLauncher, is_own
@@ -35,6 +37,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     folder: str
     trainers: dict[str, str]
     allow_commands: bool = False
+    only_account: str = ""
+    """With `allow_commands`: the one account there may be. Empty: all are trusted."""
     health_path: str = "/api/v1/healthz"
     capacity: int = 64
     lease_s: float = DEFAULTS.host_lease_s
@@ -60,7 +64,14 @@ async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
         nursery=nursery,
     )
     async with ledger.open(settings.ledger) as opened:
-        jobs = Jobs(LiveRuntime(opened), settings.run, time.time)
+        runtime = LiveRuntime(opened)
+        jobs = Jobs(runtime, settings.run, time.time)
+        accounts = Accounts(runtime, settings.run, time.time)
+
+        async def check() -> None:
+            if settings.allow_commands:
+                await accounts.allow_commands(settings.only_account)
+
         host = Host(
             jobs,
             launcher,
@@ -71,6 +82,7 @@ async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
             budget=Budget(restarts=settings.restarts),
             me=_me(settings.name),
             is_dead=_is_dead,
+            check=check,
         )
         await until_signal(host.run())
 
@@ -93,7 +105,7 @@ def main() -> None:
     own = any(is_own(shlex.split(command)) for command in settings.trainers.values())
     nursery = begin(PRELOAD) if own else None
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(log.parent)
     events.configure(log, process=settings.name)
     asyncio.run(serve(settings, nursery))
 

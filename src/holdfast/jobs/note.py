@@ -1,12 +1,11 @@
 """Word of a service, left for the same user's own commands."""
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from holdfast.errors import Mistake
+from holdfast.files import write_private
 
 __all__ = ["Note", "find_service", "leave_note", "read_note"]
 
@@ -25,13 +24,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 def leave_note(folder: Path, note: Note) -> Path:
     """Leave word of this service for the user's own commands. Only the user can read it."""
     path = folder / _NOTE
-    draft = folder / f".{_NOTE}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        draft.unlink()
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(msgspec.json.encode(note))
-    draft.replace(path)
+    write_private(path, msgspec.json.encode(note))
     return path
 
 

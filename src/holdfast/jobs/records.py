@@ -7,6 +7,7 @@
     <jobs>/checkpoints/<account>/<job>/<name>    Checkpoint: what its trainer has saved
     <jobs>/hosts/<name>               Host: who starts trainers here (leased)
     <accounts>/<account>              Account: its API keys, hashed
+    <run>/commands                    Commands: jobs may bring commands, and whose
 
 `<jobs>` is `/runs/<run>/jobs`. A job's record and its epoch key are written by the same
 transaction whenever the epoch changes, so they cannot disagree. Deleted jobs leave their
@@ -171,6 +172,13 @@ class Account(Record, frozen=True, kw_only=True):
     """The job that paths without a job's name lead to."""
 
 
+class Commands(Record, frozen=True, kw_only=True):
+    """Jobs may bring commands of their own, which can read and write the whole ledger."""
+
+    account: str = ""
+    """The only account that may have keys then. Empty: all accounts are trusted."""
+
+
 class Keys:
     """The keys of one run's jobs."""
 
@@ -182,6 +190,7 @@ class Keys:
         self.hosts = self.root + "hosts/"
         self.saved = self.root + "checkpoints/"
         self.accounts = join("runs", run, "accounts") + "/"
+        self.commands = join("runs", run, "commands")
 
     def job(self, account: str, job: str) -> str:
         """The record of one job. A name from outside cannot smuggle in another level."""

@@ -26,6 +26,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import builtins
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -146,7 +147,14 @@ def _dress(order: Any) -> None:
 
 
 def _append(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    """Open a worker's file. Links are not followed: another user may have put one there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o644)  # the umask decides: --log-dir may be a group's
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            sys.exit(f"holdfast: {path} is a link, which logs do not follow: remove it")
+        raise
 
 
 def _exec(order: Any) -> NoReturn:

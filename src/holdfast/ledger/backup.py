@@ -56,7 +56,8 @@ async def backup(ledger: Ledger, path: Path) -> tuple[int, int]:
     digest = hashlib.sha256()
     count = revision = 0
     try:
-        with new.open("xb") as file:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
             first = True
             async for page in ledger.pages("/"):
                 if first:

@@ -16,6 +16,7 @@ import uvicorn
 
 from holdfast import events, ledger, transfer
 from holdfast.errors import Mistake
+from holdfast.files import private_folder
 from holdfast.ledger.records import Record, load
 from holdfast.rollout.app import App
 from holdfast.rollout.asks import QUEUE, TASKS
@@ -170,7 +171,7 @@ def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=ReplicaSettings)
     folder = Path(settings.folder) / "events"
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     events.configure(folder / f"{settings.name}.jsonl", process=settings.name)
     asyncio.run(serve(settings))
 

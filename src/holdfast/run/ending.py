@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from holdfast import ledger
+from holdfast.files import write_private
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.run.folder import Folder, write_file
+from holdfast.run.folder import Folder
 from holdfast.run.records import RunDone
 from holdfast.run.steps import Steps
 
@@ -50,7 +51,7 @@ def final_of(folder: Folder, done: RunDone) -> dict[str, Any]:
 def write_final(folder: Folder, facts: dict[str, Any]) -> None:
     """Write final.json, whole or not at all."""
     text = msgspec.json.format(msgspec.json.encode(facts)) + b"\n"
-    write_file(folder.path / FINAL, text)
+    write_private(folder.path / FINAL, text)
 
 
 def differences(one: Path, other: Path) -> list[str]:

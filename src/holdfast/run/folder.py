@@ -22,9 +22,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import Mistake, NotFound
+from holdfast.files import append_to, private_folder, write_private
 from holdfast.run.config import Config
 
-__all__ = ["Folder", "Secrets", "write_file"]
+__all__ = ["Folder", "Secrets"]
 
 
 class Secrets(msgspec.Struct, frozen=True):
@@ -60,11 +61,11 @@ class Folder:
             raise Mistake(f"{path} has a run already: `holdfast run --resume {path}`, or --out")
         if path.exists() and any(path.iterdir()):
             raise Mistake(f"{path} is not empty: give another --out")
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(path)
         run = f"run-{secrets.token_hex(4)}"
         cwd = str(Path.cwd())
         written = _Written(run, config.seed, config.model_dump(mode="json"), time.time(), cwd)
-        write_file(path / "run.json", msgspec.json.format(msgspec.json.encode(written)))
+        write_private(path / "run.json", msgspec.json.format(msgspec.json.encode(written)))
         return cls(path, run, config, cwd)
 
     @classmethod
@@ -82,7 +83,8 @@ class Folder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Be the only supervisor of this run."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_folder(self.path)
+        fd = append_to(self.path / "lock")
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,19 +116,8 @@ class Folder:
 
     def keep(self, known: Secrets) -> None:
         """Write the secrets down."""
-        write_file(self.path / "secrets.json", msgspec.json.encode(known))
+        write_private(self.path / "secrets.json", msgspec.json.encode(known))
 
     def weights(self, account: str, job: str) -> Path:
         """Where the trainer publishes."""
         return self.path / "trainers" / account / job / "weights"
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        draft.unlink()
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-    draft.replace(path)

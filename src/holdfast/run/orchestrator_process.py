@@ -15,6 +15,7 @@ import msgspec
 from holdfast import events, ledger, transfer
 from holdfast.client import Client, Target
 from holdfast.errors import HoldfastError
+from holdfast.files import private_folder
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run import plan
@@ -120,7 +121,7 @@ def main() -> None:
     """Read the settings and orchestrate."""
     settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=OrchestratorSettings)
     folder = Path(settings.folder) / "events"
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     events.configure(folder / "orchestrator.jsonl", process="orchestrator")
     try:
         asyncio.run(_until_signal(settings))

@@ -19,13 +19,14 @@ import msgspec
 
 from holdfast import events, faults, ledger
 from holdfast.errors import Exists, HoldfastError, NotFound
+from holdfast.files import private_folder, write_private
 from holdfast.gateway.serve import Part, reserve
 from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.nursery import begin
 from holdfast.run.ending import state_of
-from holdfast.run.folder import Folder, write_file
+from holdfast.run.folder import Folder
 from holdfast.run.happenings import Begun, Ended, PartDied, PartStarted
 from holdfast.run.parts import ACCOUNT, JOB, ORCHESTRATOR, PRELOAD, base_directory, parts_of
 from holdfast.run.records import RunDone
@@ -62,7 +63,7 @@ class Supervisor:
     def run(self) -> RunDone | None:
         """Go on until the run is done, or Ctrl-C; None if it is not done."""
         folder = self._folder
-        (folder.path / "events").mkdir(exist_ok=True)
+        private_folder(folder.path / "events")
         events.configure(folder.path / "events" / "supervisor.jsonl", process="supervisor")
         before = {
             number: signal.signal(number, self._on_signal)
@@ -98,7 +99,7 @@ class Supervisor:
         with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
             port = reserved.getsockname()[1]
             if line:
-                write_file(folder.path / "gateway.json", msgspec.json.encode({"port": port}))
+                write_private(folder.path / "gateway.json", msgspec.json.encode({"port": port}))
             nursery = begin(PRELOAD)
             self._parts = parts_of(folder, base, known, port, nursery, line=line)
             try:

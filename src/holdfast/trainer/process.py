@@ -22,6 +22,7 @@ import msgspec
 
 from holdfast import cycle, events, ledger, transfer
 from holdfast.errors import HoldfastError, Mistake
+from holdfast.files import private_folder
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
@@ -191,7 +192,7 @@ def _serve(folder: Path, computing: Computing, store: str, host: str, port: int)
     who = Incarnation.from_env()
     rank = int(os.environ.get("RANK", "0"))
     log = folder / who.account / who.job / "events"
-    log.mkdir(parents=True, exist_ok=True)
+    private_folder(log)
     life = f"e{who.epoch}-c{cycle.number()}-r{rank}-{os.getpid()}"
     events.configure(log / f"{life}.jsonl", process=f"{who.name} {life}")
     if rank:

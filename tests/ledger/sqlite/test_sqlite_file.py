@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from holdfast import ledger
 from holdfast.errors import (
     Compacted,
     Corrupt,
+    Denied,
     HoldfastError,
     LeaseLost,
     Mistake,
@@ -270,3 +272,56 @@ def test_closed_objects_say_so(tmp_path: Path) -> None:
             await led.get("/a")
 
     asyncio.run(main())
+
+
+def modes(path: Path) -> dict[str, int]:
+    """The rights of a ledger's file and of everything beside it that belongs to it."""
+    there = sorted(path.parent.glob(f"{path.name}*"))
+    return {one.name.removeprefix(path.name): stat.S_IMODE(one.stat().st_mode) for one in there}
+
+
+def test_a_ledger_is_its_owners_alone(tmp_path: Path) -> None:
+    """Whatever the umask: file, log and index 0600, the folder of bells 0700."""
+    path = tmp_path / "ledger.db"
+    before = os.umask(0)
+    try:
+        with open_sync(f"sqlite:///{path}") as opened:
+            opened.txn([], [Put("/a", b"1")])
+            found = modes(path)
+    finally:
+        os.umask(before)
+    assert found == {"": 0o600, "-wal": 0o600, "-shm": 0o600, "-bells": 0o700}
+
+
+def test_a_ledger_of_an_older_version_is_tightened(tmp_path: Path) -> None:
+    """What SQLite gave to everybody is taken back at once, also from its log while that is used;
+    a group that was let in stays in."""
+    path = tmp_path / "ledger.db"
+    for given, kept in (((0o644, 0o755), (0o600, 0o700)), ((0o664, 0o775), (0o660, 0o770))):
+        with open_sync(f"sqlite:///{path}") as first:
+            first.txn([], [Put("/a", b"1")])
+            for end in ("", "-wal", "-shm"):
+                path.with_name(path.name + end).chmod(given[0])
+            path.with_name(path.name + "-bells").chmod(given[1])
+            with open_sync(f"sqlite:///{path}") as second:
+                second.txn([], [Put("/a", b"2")])
+                assert first.get("/a").value == b"2"  # type: ignore[union-attr]
+                found = modes(path)
+        assert found == {"": kept[0], "-wal": kept[0], "-shm": kept[0], "-bells": kept[1]}
+
+
+def test_a_ledger_that_another_user_may_have_planted_is_refused(tmp_path: Path) -> None:
+    """A link of another user, a folder of bells that is a link, a file that every user writes."""
+    path, elsewhere = tmp_path / "ledger.db", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    bells = path.with_name(path.name + "-bells")
+    bells.symlink_to(elsewhere)
+    assert isinstance(_refused(path), Mistake)
+    bells.unlink()
+    if os.geteuid() != 0:
+        pytest.xfail("only root can make a link of another user: run this test as root")
+    path.unlink()
+    path.symlink_to(elsewhere / "theirs.db")
+    os.chown(path, 54_321, 54_321, follow_symlinks=False)
+    assert isinstance(_refused(path), Denied)
+    assert not list(elsewhere.iterdir())

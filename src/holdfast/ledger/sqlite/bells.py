@@ -42,7 +42,7 @@ class Bell:
         self.listeners: set[asyncio.Event] = set()
         cut = base64.urlsafe_b64encode(prefix.encode()[:_PREFIX_BYTES]).decode()
         self._path = folder / f"{secrets.token_hex(8)}.{cut}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True, mode=0o700)
         # Opened under a name that writers skip, so that they never see it without a reader.
         new = folder / f".{self._path.name}"
         os.mkfifo(new, 0o600)

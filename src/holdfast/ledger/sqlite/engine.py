@@ -9,7 +9,10 @@ one machine share. After a reboot it begins anew: then every lease of the time b
 ended when the file is opened.
 """
 
+import contextlib
 import functools
+import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,7 +21,8 @@ from typing import Any, ParamSpec, TypeVar
 import apsw
 
 from holdfast import faults
-from holdfast.errors import HoldfastError, Mistake, NoRoom
+from holdfast.errors import Denied, HoldfastError, Mistake, NoRoom
+from holdfast.files import owned_by_us
 from holdfast.ledger.mvcc import compacted_error, lease_lost
 from holdfast.ledger.sqlite.bells import Ringer, bell_folder
 from holdfast.ledger.sqlite.file import (
@@ -79,13 +83,18 @@ class Engine:
         self._end_old_leases()
 
     def _make_bell_folder(self) -> None:
-        folder = bell_folder(self.path)
-        try:
-            folder.mkdir(exist_ok=True)
-        except FileExistsError:
-            raise Mistake(
-                f"{folder} is in the way: it must be a folder, or not be there"
-            ) from None
+        """Those that may write the file may ring, and no others."""
+        folder, file = bell_folder(self.path), self.path.stat()
+        mode = 0o770 if file.st_mode & stat.S_IWGRP else 0o700
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=mode)
+        there = folder.lstat()
+        if not stat.S_ISDIR(there.st_mode):
+            raise Mistake(f"{folder} is in the way: it must be a folder, or not be there")
+        if there.st_uid != file.st_uid and not owned_by_us(there):
+            raise Denied(f"{folder} is user {there.st_uid}'s, the ledger is not: remove it")
+        if there.st_uid == os.geteuid() and stat.S_IMODE(there.st_mode) != mode:
+            folder.chmod(mode)
 
     def _second(self, full_sync: bool, wait_s: float) -> apsw.Connection:
         connection = connect(self.path, full_sync=full_sync, busy_s=self._busy_s, create=False)

@@ -8,6 +8,7 @@ file would be brought up to date here, a newer one is refused.
 import contextlib
 import os
 import random
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
+from holdfast.files import owned_by_us
 from holdfast.machine import file_system_of, is_network_file_system
 
 __all__ = ["SCHEMA", "connect", "end", "translate", "translated", "wait_for_lock"]
@@ -77,11 +79,15 @@ def connect(path: Path, *, full_sync: bool, busy_s: float, create: bool = True) 
     """Open the file, make it a ledger if it is new, refuse it if it is something else."""
     _check_place(path, create=create)
     _check_fork(path)
+    if create:
+        _make_private(path)
     with translated(path):
         flags = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if create else 0)
         connection = apsw.Connection(str(path), flags=flags)
         try:
             wait_for_lock(lambda: _prepare(connection, path, full_sync=full_sync), path, busy_s)
+            if create:
+                _tighten(path.resolve())
         except BaseException:
             connection.close()
             raise
@@ -125,6 +131,34 @@ def _check_place(path: Path, *, create: bool) -> None:
             f"{folder} is on a network file system ({kind}), where SQLite's locks do not hold: "
             "use a local disk, or etcd:// for several machines"
         )
+
+
+def _make_private(path: Path) -> None:
+    """Make the file its owner's alone; SQLite gives its log the same mode, and would make 0644."""
+    link = path.lstat() if path.is_symlink() else None
+    if link is not None and not owned_by_us(link):
+        raise Denied(f"{path} is a link of user {link.st_uid}: name the ledger's file itself")
+    with contextlib.suppress(OSError):  # it is there, or SQLite says better what is wrong
+        # Without a descriptor: closing one would end the locks that this process has on the file.
+        os.mknod(path.resolve(), stat.S_IFREG | 0o600)
+
+
+def _tighten(path: Path) -> None:
+    """Take from a ledger of an older version the rights that SQLite gave to everybody.
+
+    A group that may write was let in on purpose: it stays.
+    """
+    about = path.stat()
+    if about.st_uid != os.geteuid():
+        if about.st_mode & stat.S_IWOTH and not owned_by_us(about):
+            raise Denied(f"{path} belongs to user {about.st_uid}, and every user may write it")
+        return
+    for name in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+        with contextlib.suppress(FileNotFoundError):
+            mode = stat.S_IMODE(name.stat().st_mode)
+            allowed = 0o770 if mode & stat.S_IWGRP else 0o700
+            if mode & ~allowed:
+                name.chmod(mode & allowed)
 
 
 def _prepare(connection: apsw.Connection, path: Path, *, full_sync: bool) -> None:
