@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,9 +114,43 @@ def test_without_a_holder_there_is_no_room(tmp_path: Path) -> None:
         with pytest.raises(BatchFailed) as caught:
             store.put({"k": b"value"})
         assert isinstance(caught.value.failures["k"], NoRoom)
+        assert str(caught.value.failures["k"]).startswith("k: no process that lends memory")
+        assert "&segment=4G" in str(caught.value)
         with transfer.connect(master.url + "&segment=32M", ONCE) as lender:
             ref = store.put({"k": b"value"})["k"]
             assert lender.get([ref]) == store.get([ref]) == {"k": b"value"}
+
+
+def test_the_url_of_the_docs_can_store(mooncake_master: MooncakeServer, prefix: str) -> None:
+    """As it stands in docs/TRANSFER.md, with addresses filled in, it lends what it needs."""
+    page = (Path(__file__).parents[2] / "docs" / "TRANSFER.md").read_text()
+    found = re.search(r"^\| `(mooncake://\S+)` \|", page, re.MULTILINE)
+    assert found is not None
+    url = found[1].replace("master:port", f"127.0.0.1:{mooncake_master.port}")
+    url = url.replace("http://host:port/metadata", mooncake_master.metadata)
+    url = url.replace("ADDRESS", "127.0.0.1").replace("=4G", "=32M")
+    with transfer.connect(f"{url}&prefix={prefix}", ONCE) as store:
+        assert store.get(store.put({"k": b"value"}).values()) == {"k": b"value"}
+        store.delete(["k"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ("metadata=http://127.0.0.1:9/metadata", "http://127.0.0.1:9/metadata does not answer"),
+        ("metadata={0}x", "is no metadata server: it answers 404"),
+        ("metadata={0}&segment=9000G", "segment=9000G is more memory than this machine has"),
+        ("metadata={0}&protocol=pigeon", "may not have protocol=pigeon"),
+    ],
+)
+def test_a_client_that_cannot_start_says_why(
+    mooncake_master: MooncakeServer, options: str, cause: str
+) -> None:
+    """Mooncake's own answer is -1, whatever it was."""
+    url = f"mooncake://127.0.0.1:{mooncake_master.port}?"
+    with pytest.raises(Unavailable, match=re.escape(cause)):
+        transfer.connect(url + options.format(mooncake_master.metadata))
 
 
 def test_a_full_store_has_no_room(own: tuple[MooncakeServer, MooncakeHolder]) -> None:

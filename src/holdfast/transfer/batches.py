@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+from holdfast.errors import HoldfastError
 from holdfast.retry import Partial
 
-__all__ = ["collect", "split"]
+__all__ = ["collect", "named", "split"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -41,3 +42,23 @@ def collect(keys: Iterable[str], parts: Iterable[Partial[V]]) -> Partial[V]:
         {key: values[key] for key in keys if key in values},
         {key: failures[key] for key in keys if key in failures},
     )
+
+
+def named(found: Partial[V]) -> Partial[V]:
+    """The same; every error begins with the key that it befell, and carries it.
+
+    A back end may have one error for all keys of a call, or speak of its own names for them.
+    """
+    if not found.failures:
+        return found
+    return Partial(found.values, {key: _named(key, why) for key, why in found.failures.items()})
+
+
+def _named(key: str, error: Exception) -> Exception:
+    if not isinstance(error, HoldfastError):
+        return error
+    if error.key == key and key in str(error):
+        return error
+    about = type(error)(f"{key}: {error}", key=key, retry_after_s=error.retry_after_s)
+    about.__cause__ = error
+    return about

@@ -1,13 +1,14 @@
 """`mooncake://` frames in a Mooncake store.
 
     mooncake://MASTER:PORT?metadata=http://HOST:PORT/metadata
-        [&segment=0&buffer=64M&host=127.0.0.1&protocol=tcp&devices=&prefix=holdfast:
+        [&segment=0&host=127.0.0.1&buffer=64M&protocol=tcp&devices=&prefix=holdfast:
          &admin=HOST:PORT&log=ERROR]
 
 Values live in the memory of the clients that lend some: `segment` bytes of this process,
 and they are lost with it. With `segment=0`, the default, this process only reads and writes
-what others hold; then somebody must hold something (`mooncake_client`, or a process of
-yours with a segment). `admin` is the master's metrics port; `scan` and `stat` need it.
+what others hold; then another one must hold something (`mooncake_client`, or a process of
+yours with a segment). `host` is the address under which the others reach this process.
+`admin` is the master's metrics port; `scan` and `stat` need it.
 `log` is for Mooncake's own log on stderr (INFO, WARNING, ERROR): it sets MC_LOG_LEVEL in
 this process, unless you have.
 
@@ -52,6 +53,7 @@ from holdfast.errors import (
 from holdfast.text import parse_bytes
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.frame import ALIGN, MAX_HEAD, Ref, open_head
+from holdfast.transfer.mooncake_refusal import why_refused
 
 __all__ = ["MooncakeBackend", "from_url"]
 
@@ -116,8 +118,8 @@ def from_url(url: str) -> "MooncakeBackend":
     )
     if code:
         raise Unavailable(
-            f"the Mooncake master at {split.netloc}, or {found['metadata']}, did not take us in "
-            f"({_word(code)})"
+            f"Mooncake could not start a client for the master at {split.netloc} ({_word(code)}): "
+            + why_refused(found)
         )
     return MooncakeBackend(
         client,
@@ -460,7 +462,11 @@ def _put_error(key: str, code: int) -> Exception | None:
     if code == 0:
         return None
     if code == _NO_SPACE:
-        return NoRoom(f"{key}: no client of Mooncake has room for it", key=key)
+        return NoRoom(
+            f"{key}: no process that lends memory to this Mooncake has room for it. Lend more: "
+            "&segment=4G in the URL of a process that stays",
+            key=key,
+        )
     if code in (_BAD_KEY, _BAD_PARAMS):
         return Mistake(f"{key}: Mooncake does not take it ({_word(code)})", key=key)
     return UnknownOutcome(f"{key}: may or may not have been put ({_word(code)})", key=key)

@@ -49,7 +49,7 @@ from holdfast.errors import (
 )
 from holdfast.retry import Clock, Partial, Policy
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
-from holdfast.transfer.batches import collect, split
+from holdfast.transfer.batches import collect, named, split
 from holdfast.transfer.frame import Ref, check_key, make_head, open_head, prove
 from holdfast.transfer.rows import RowFrames, make_rows, open_rows
 from holdfast.transfer.values import Packed, fits, pack, room, unpack
@@ -289,7 +289,7 @@ class Store:
             values = {
                 key: _attempt(_read, asked[key], frame, True) for key, frame in found.items()
             }
-            yield _whole(_sorted_out(values), asked)
+            yield _whole(named(_sorted_out(values)), asked)
 
     # The rest
 
@@ -360,7 +360,7 @@ class Store:
                 # The first time it is all of them, as they are: they may be rows of a matrix.
                 return once(part if len(keys) == len(part) else {key: part[key] for key in keys})
 
-            return self.policy.subset(part, call, on=again, partial=True)
+            return named(self.policy.subset(part, call, on=again, partial=True))
 
         if len(parts) == 1:
             return work(parts[0])
@@ -392,8 +392,8 @@ class Store:
                 return await self._hop(lambda: once(some))
 
             async with free:
-                return await self.policy.asubset(
-                    part, call, on=again, partial=True, clock=self.clock
+                return named(
+                    await self.policy.asubset(part, call, on=again, partial=True, clock=self.clock)
                 )
 
         return collect(items, await asyncio.gather(*map(work, parts)))

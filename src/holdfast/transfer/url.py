@@ -4,7 +4,7 @@ memory:                          a new one, in this process
 memory:NAME                      shared in this process
 shm://NAME[?budget=4G&segment=64M]            one machine, many processes
 redis://[user:password@]host:port[/db][?prefix=holdfast:&timeout=5]
-mooncake://master:port?metadata=http://host:port/metadata[&...]
+mooncake://master:port?metadata=http://host:port/metadata[&segment=4G&host=ADDRESS&...]
 
 Names come from outside; they are checked before they become part of a path or a key.
 """

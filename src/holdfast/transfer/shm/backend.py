@@ -152,7 +152,7 @@ class ShmBackend(Backend):
                 again = _all_keys(burial.bury(session.locks, lower, wait=True))
                 moved = _all_keys(burial.bury(session.locks, doomed, wait=True))
             except Unavailable as error:
-                return answer | {key: Unavailable(str(error), key=key) for key in left}
+                return answer | {key: Unavailable(f"{key}: {error}", key=key) for key in left}
             with session.mutex:
                 index = session.catalog.index
                 for batch, positions in (*lower, *doomed):

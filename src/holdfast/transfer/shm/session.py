@@ -121,7 +121,7 @@ class Session:
                     try:
                         to = self._put_some(keys, items, sizes, ends, at)
                     except (NoRoom, TooLarge) as error:
-                        refused = type(error)(str(error), key=keys[at])
+                        refused = type(error)(f"{keys[at]}: {error}", key=keys[at])
                         too_much, refusals = min(too_much, cost), refusals + 1
                 if refused is not None:
                     answer[keys[at]] = refused
