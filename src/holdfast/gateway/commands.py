@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from holdfast import events, ledger
+from holdfast.engine.directory import read_config
 from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part, Supervisor, own_name, reserve
@@ -123,6 +124,7 @@ def serve(
     is in the ledger: kill this at any time and start it again.
     """
     asked = _Given(**given)  # type: ignore[arg-type]
+    own = _own_trainer(models, ranks, store, fsdp=fsdp)
     lasting = ledger.lasting(url)
     if lasting.startswith("memory:"):
         raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
@@ -138,7 +140,6 @@ def serve(
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
     note = leave_note(folder, word)
     leave_note(state_dir(), word)
-    own = _own_trainer(models, ranks, store, fsdp=fsdp)
     parts = _parts(asked, lasting, run, folder, port, _named(trainers, own))
 
     def announce() -> None:
@@ -192,8 +193,9 @@ def _own_trainer(models: tuple[str, ...], ranks: int, store: str, *, fsdp: bool)
         raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
     for one in models:
         name, equals, directory = one.partition("=")
-        if not name or not equals or not (Path(directory) / "config.json").is_file():
+        if not name or not equals or not directory:
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
+        read_config(Path(directory))
     given = [word for one in models for word in ("--model", one)]
     given += ["--ranks", str(ranks)] if ranks > 1 else []
     given += ["--fsdp"] if fsdp else []
