@@ -17,24 +17,28 @@ class Doubted(Event, frozen=True, tag="client.doubted"):
     path: str
     failures: int
     """How many there were so far."""
-    retries: int
-    """After how many more the caller gets it."""
     control: str
     """What the control plane says of the job, or why it did not."""
     step: str
     """What comes next: send again, poll again, raise; or recovered."""
     delay_s: float = 0.0
     detail: str = ""
+    left_s: float = 0.0
+    """How much of the time for waiting and asking is left."""
+    retries: int = 0
+    """Of older logs: after how many more the caller got it."""
 
     def __str__(self) -> str:
         """One line for people."""
         if self.step == "recovered":
             return f"{self.kind} of {self.path} succeeded after {self.failures} 404s"
-        if self.failures > self.retries:
-            return f"404 on {self.kind}, still after {self.retries} retries: {self.step}"
+        late = self.detail == "unverified" and not self.left_s
+        if late or self.detail in ("deadline", "exhausted"):
+            return f"404 on {self.kind}, still at try {self.failures}: {self.step}"
         asked = f"control plane says {self.control}" if self.control else "nobody was asked"
         return (
-            f"404 on {self.kind}, {asked}, attempt {self.failures} of {self.retries}: {self.step}"
+            f"404 on {self.kind}, {asked}, try {self.failures}, {self.left_s:.0f} s left: "
+            f"{self.step}"
         )
 
 

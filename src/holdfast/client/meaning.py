@@ -117,14 +117,14 @@ def meaning_of(kind: Kind, status: int, code: str, should_retry: str) -> Meaning
     return "definite" if code in DEFINITE or should_retry == "false" else "ambiguous"
 
 
-def next_step(kind: Kind, meaning: Meaning, *, failures: int, retries: int, state: str) -> Step:
-    """What to do with an answer, after so many ambiguous ones (this one included).
+def next_step(kind: Kind, meaning: Meaning, state: str) -> Step:
+    """What to do with an answer, as long as there is time left to try again.
 
     `state` is what the control plane says of the job; empty if it did not answer.
     """
     if meaning == "answer":
         return "give"
-    if meaning == "definite" or failures > retries or state != RUNNING:
+    if meaning == "definite" or state != RUNNING:
         return "raise"
     return "poll again" if kind == "poll" else "send again"
 

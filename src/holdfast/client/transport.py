@@ -4,9 +4,11 @@
 request that it was given, so an operation keeps its number and a trainer sees a duplicate
 for what it is. `meaning` has the rules; every decision is an event (`Doubted`).
 
-Bounds: `POLICY.attempts - 1` retries; waiting and asking end after `POLICY.deadline_s`. The
-time that the other side takes to answer is not counted: a poll may be held for long before
-its 404, and has its budget nevertheless. Client libraries bound their requests themselves.
+Bounds: time, not tries. Waiting and asking end after `POLICY.deadline_s`, and every request has
+that budget anew. A stray 404 costs one short wait; a route that stays away for long is asked
+for every `POLICY.max_s`. The time that the other side takes to answer is not counted: a poll
+may be held for long before its 404, and has its budget nevertheless. Client libraries bound
+their requests themselves.
 """
 
 import asyncio
@@ -38,9 +40,9 @@ from holdfast.retry import Attempt, Policy
 __all__ = ["POLICY", "VerifiedTransport"]
 
 POLICY: Final = Policy(
-    attempts=5, base_s=1.0, factor=2.5, max_s=16.0, jitter=0.25, deadline_s=30.0
+    attempts=10_000, base_s=0.1, factor=2.0, max_s=2.0, jitter=0.25, deadline_s=30.0
 )
-"""Four retries, in about 30 s."""
+"""After 0.1, 0.2, 0.4 … 2 s, until 30 s are used up."""
 MAX_BODY_BYTES: Final = 1 << 20
 """As much of a 404's body is kept; what is behind it says nothing that anybody reads."""
 
@@ -110,8 +112,9 @@ class _Call:
     ) -> None:
         self._inner, self._control, self._request = inner, control, request
         self._kind: Kind = kind
-        self._retries, self._emit = policy.attempts - 1, emit
+        self._emit = emit
         self._held_s = 0.0
+        self._until = self.now() + policy.deadline_s
         self._said = ""
 
     def now(self) -> float:
@@ -135,7 +138,7 @@ class _Call:
             raise _NotFound(response)
         return response
 
-    async def ask(self, _: Exception, failures: int) -> bool:
+    async def ask(self, _error: Exception, _attempt: int) -> bool:
         """Whether the control plane contradicts the 404."""
         self._said = "nothing"
         try:
@@ -143,10 +146,7 @@ class _Call:
         except Exception as error:
             self._said = f"nothing ({type(error).__name__}: {error})"[:200]
             raise
-        step = next_step(
-            self._kind, "ambiguous", failures=failures, retries=self._retries, state=state
-        )
-        return step in AGAIN
+        return next_step(self._kind, "ambiguous", state) in AGAIN
 
     def tell(self, attempt: Attempt) -> None:
         """Make an event of a decision."""
@@ -156,16 +156,15 @@ class _Call:
         if attempt.verdict == "recovered":
             failures, step = failures - 1, "recovered"
         else:
-            state = RUNNING if attempt.verdict == "retry" else ""
             step = next_step(
-                self._kind, "ambiguous", failures=failures, retries=self._retries, state=state
+                self._kind, "ambiguous", RUNNING if attempt.verdict == "retry" else ""
             )
         self._emit(
             Doubted(
                 kind=self._kind,
                 path=self._request.url.path[:200],
                 failures=failures,
-                retries=self._retries,
+                left_s=max(0.0, self._until - self.now()),
                 control=self._said,
                 step=step,
                 delay_s=attempt.delay_s,

@@ -4,7 +4,7 @@
   successes on one connection prove one replica of a gateway.
 - A 404, `route_not_ready`, a page instead of JSON (a load balancer's own), and no answer within
   `probe_s` are what a route that is on its way looks like: tried again with backoff, and the
-  count begins anew. Any other error is raised at once.
+  count begins anew. A success makes the waits short again. Any other error is raised at once.
 - If a control plane is known and says that the job is gone, that is raised at once as well.
 - It ends after `limit_s`, whatever happens.
 
@@ -41,7 +41,7 @@ LIMIT_S: Final = 120.0
 PROBE_S: Final = 10.0
 SUCCESSES: Final = 3
 BACKOFF: Final = Policy(
-    attempts=10_000, base_s=0.25, factor=2.0, max_s=5.0, jitter=0.25, deadline_s=LIMIT_S
+    attempts=10_000, base_s=0.1, factor=2.0, max_s=2.0, jitter=0.25, deadline_s=LIMIT_S
 )
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _INFO = "/api/v1/get_info"
@@ -91,7 +91,8 @@ class WarmUp:
         backoff = replace(self.backoff, deadline_s=self.limit_s)
         try:
             async with asyncio.timeout(self.limit_s):
-                await backoff.acall(self._run, on=_NotReady)
+                while self._streak < self.successes:
+                    await backoff.acall(self._try, on=_NotReady)
         except (_NotReady, TimeoutError):
             raise TimedOut(
                 f"{self.base_url} was not ready within {self.limit_s:.3g} s "
@@ -101,17 +102,16 @@ class WarmUp:
         computed = bool(self.probe or self._offer)
         self.emit(Ready(probes=self._probes, took_s=took_s, computed=computed))
 
-    async def _run(self) -> None:
-        """Probe until there were enough successes in a row. Raises `_NotReady` on a setback."""
-        while self._streak < self.successes:
-            try:
-                response = await self._once()
-            except (httpx.TimeoutException, TimeoutError):
-                await self._judge_silence()
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise fault_of(error, f"probing {self.base_url}") from None
-            else:
-                await self._judge(response)
+    async def _try(self) -> None:
+        """Probe until there is one more success in a row. Raises `_NotReady` on a setback."""
+        try:
+            response = await self._once()
+        except (httpx.TimeoutException, TimeoutError):
+            await self._judge_silence()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise fault_of(error, f"probing {self.base_url}") from None
+        else:
+            await self._judge(response)
 
     async def _judge_silence(self) -> NoReturn:
         path = self._offer or (_INFO if self._offer == "" and self.model_id else _CAPABILITIES)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.engine import loading
+from holdfast.engine import directory, loading
 from holdfast.engine.lora import Lora, attach
 from holdfast.engine.tenant import Tenant
 from holdfast.errors import Exists, Mistake
@@ -37,7 +37,7 @@ def load_base(name: str, folder: Path, *, device: str = "cpu", dtype: str = "flo
     """
     if dtype not in loading.DTYPES:
         raise Mistake(f"dtype={dtype!r}: one of {', '.join(loading.DTYPES)}")
-    config = loading.read_config(folder)
+    config = directory.read_config(folder)
     return Base(name, folder, loading.load_model(folder, device, dtype), config)
 
 
@@ -51,7 +51,7 @@ class Base:
         self.device = next(model.parameters()).device
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self.context_length = _context_length(model.config, folder)
-        self.eos_tokens = loading.end_tokens(folder, config)
+        self.eos_tokens = directory.end_tokens(folder, config)
         self.last_only: dict[str, int] = {}
         """What makes the model compute logits after the last token only, if it can."""
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
@@ -154,9 +154,10 @@ class Base:
         from safetensors import safe_open
 
         stored: set[str] = set()
-        for path in self.folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                stored.update(file.keys())
+        with loading.one_error(self.folder):
+            for path in self.folder.glob("*.safetensors"):
+                with safe_open(path, "pt") as file:
+                    stored.update(file.keys())
         strange = sorted(names - stored)
         if strange:
             raise Mistake(
@@ -166,7 +167,7 @@ class Base:
 
 
 def _context_length(config: Any, folder: Path) -> int:
-    for field in ("max_position_embeddings", "n_positions", "seq_length"):
+    for field in directory.CONTEXT_LENGTHS:
         value = getattr(config, field, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -1,27 +1,26 @@
-"""Reads a Hugging Face model directory: only data, never code, and only all of it.
+"""Loads a Hugging Face model directory that `directory` has looked at, and only all of it.
 
-Weights come from safetensors files. Pickles are refused, because loading one runs whatever is
-in it; so is code that came with a model. Every weight must be in the files: transformers would
-fill the gaps with random numbers. Nothing is asked of a network.
+Every weight must be in the files: transformers would fill the gaps with random numbers. Nothing
+is asked of a network. Whatever transformers raises is told in one line.
 """
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.engine.directory import TOKENIZERS, read_config
 from holdfast.engine.quiet import quiet, transformers
-from holdfast.errors import Corrupt, Mistake, NotFound
+from holdfast.errors import Corrupt, HoldfastError, Mistake
 
-__all__ = ["DTYPES", "carried", "end_tokens", "load_model", "load_tokenizer", "read_config"]
+__all__ = ["DTYPES", "carried", "load_model", "load_tokenizer", "one_error"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _CARRIED = (
-    *_TOKENIZERS,
+    *TOKENIZERS,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -33,69 +32,25 @@ _CARRIED = (
 _ALIGNMENT = 64
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The fields of config.json, after a look at whether this is a model that can be loaded."""
-    if not folder.is_dir():
-        raise NotFound(f"there is no model directory {folder}: give one with config.json in it")
-    config = _read_json(folder / "config.json")
-    if config is None:
-        raise Mistake(
-            f"{folder} is not a model directory: it has no config.json. Give the folder that "
-            "holds config.json, the tokenizer and *.safetensors"
-        )
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise Mistake(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which is never loaded: "
-                "save them as safetensors (save_pretrained of transformers does)"
-            )
-        raise Mistake(f"{folder} has no weights: there is no *.safetensors in it")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise Mistake(
-            f"{folder} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the "
-            "model into it"
-        )
-    if "auto_map" in config:
-        raise Mistake(f"{folder} needs code that comes with the model, which is never run")
-    if "quantization_config" in config:
-        raise Mistake(f"{folder} is quantized: give the model in float32, bfloat16 or float16")
-    names = config.get("architectures") or []
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
-        raise Mistake(
-            f"{folder} is not a causal language model: config.json has architectures={names}"
-        )
-    return config
-
-
 def load_model(folder: Path, device: str, dtype: str) -> Any:
     """The model, frozen, without dropout, on the device. Call `read_config` first."""
-    from safetensors import SafetensorError
-
-    try:
-        with quiet():
-            model, info = transformers().AutoModelForCausalLM.from_pretrained(
-                str(folder.absolute()),
-                dtype=DTYPES[dtype],
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except SafetensorError as error:
-        raise Corrupt(f"the weights in {folder} cannot be read: {error}") from error
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise Mistake(f"transformers cannot load {folder}: {_first_line(error)}") from error
+    with one_error(folder, f"transformers cannot load {folder}"), quiet():
+        model, info = transformers().AutoModelForCausalLM.from_pretrained(
+            str(folder.absolute()),
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     absent = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     if absent:
         raise Mistake(
             f"the weights in {folder} are not those of its config.json: {len(absent)} tensors "
             f"are not there or have another shape, {absent[0]} among them"
         )
-    try:
+    with one_error(folder, f"{folder} cannot be put on {device}"):
         model = model.to(device)
-    except (AssertionError, RuntimeError) as error:
-        raise Mistake(f"{folder} cannot be put on {device}: {_first_line(error)}") from error
     return _settled(model)
 
 
@@ -116,13 +71,11 @@ def _settled(model: Any) -> Any:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of the directory."""
-    try:
-        with quiet():
-            return transformers().AutoTokenizer.from_pretrained(
-                str(folder.absolute()), trust_remote_code=False, local_files_only=True
-            )
-    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-        raise Mistake(f"the tokenizer in {folder} is not usable: {_first_line(error)}") from error
+    read_config(folder)
+    with one_error(folder, f"the tokenizer in {folder} is not usable"), quiet():
+        return transformers().AutoTokenizer.from_pretrained(
+            str(folder.absolute()), trust_remote_code=False, local_files_only=True
+        )
 
 
 def carried(folder: Path) -> dict[str, bytes]:
@@ -130,32 +83,17 @@ def carried(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in _CARRIED if (folder / name).is_file()}
 
 
-def end_tokens(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """The tokens that end a text: of the generation config or else the config, and of the
-    tokenizer, which is read as data because loading it takes seconds.
-    """
-    stated = (_read_json(folder / "generation_config.json") or {}).get("eos_token_id")
-    stated = config.get("eos_token_id") if stated is None else stated
-    ends = set(stated) if isinstance(stated, list) else {stated}
-    text = (_read_json(folder / "tokenizer_config.json") or {}).get("eos_token")
-    text = text.get("content") if isinstance(text, dict) else text
-    for token in (_read_json(folder / "tokenizer.json") or {}).get("added_tokens", []):
-        if text is not None and token.get("content") == text:
-            ends.add(token["id"])
-    return frozenset(end for end in ends if isinstance(end, int))
+@contextlib.contextmanager
+def one_error(folder: Path, what: str = "") -> Iterator[None]:
+    """Whatever a foreign library raises about a directory is one line, with its cause last."""
+    from safetensors import SafetensorError
 
-
-def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise Corrupt(f"{path} cannot be read: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise Corrupt(f"{path} is not a JSON object")
-    return value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        if isinstance(error, SafetensorError) or not what:
+            raise Corrupt(f"the weights in {folder} cannot be read: {cause}") from error
+        raise Mistake(f"{what}: {cause}") from error

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from holdfast import events, ledger
+from holdfast.engine.directory import read_config
 from holdfast.errors import Mistake
 from holdfast.files import private_folder
 from holdfast.gateway.process import GatewaySettings
@@ -136,13 +137,13 @@ def serve(
     is in the ledger: kill this at any time and start it again.
     """
     asked = _Given(**given)  # type: ignore[arg-type]
+    own = _own_trainer(models, ranks, store, fsdp=fsdp)
     lasting = ledger.lasting(url)
     if lasting.startswith("memory:"):
         raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
     folder = (asked.folder or state_dir() / "serve" / run).absolute()
     private_folder(folder)
     _log(folder, run)
-    own = _own_trainer(models, ranks, store, fsdp=fsdp)
     with contextlib.closing(reserve(asked.host, asked.port)) as reserved:
         _serve(asked, lasting, run, folder, reserved.getsockname()[1], _named(trainers, own))
 
@@ -217,8 +218,9 @@ def _own_trainer(models: tuple[str, ...], ranks: int, store: str, *, fsdp: bool)
         raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
     for one in models:
         name, equals, directory = one.partition("=")
-        if not name or not equals or not (Path(directory) / "config.json").is_file():
+        if not name or not equals or not directory:
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
+        read_config(Path(directory))
     given = [word for one in models for word in ("--model", one)]
     given += ["--ranks", str(ranks)] if ranks > 1 else []
     given += ["--fsdp"] if fsdp else []

@@ -118,13 +118,14 @@ class VllmSampler(Sampler):
     exact = False
 
     def __init__(self, directory: Path, settings: VllmSettings, log: Path) -> None:
-        from holdfast.engine import loading
+        from holdfast.engine.directory import end_tokens, read_config
+        from holdfast.engine.loading import load_tokenizer
 
-        super().__init__(loading.load_tokenizer(directory))
-        config = loading.read_config(directory)
+        super().__init__(load_tokenizer(directory))
+        config = read_config(directory)
         self._tied = bool(config.get("tie_word_embeddings", False))
         self._known = config.get("model_type") in _KNOWN
-        self._stops = sorted(loading.end_tokens(directory, config))
+        self._stops = sorted(end_tokens(directory, config))
         self._settings = settings
         self._log = log
         self._name = f"policy-{secrets.token_hex(8)}"

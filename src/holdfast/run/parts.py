@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from holdfast.engine.directory import read_config
 from holdfast.engine.tiny import make_tiny
 from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
@@ -41,8 +42,7 @@ def base_directory(folder: Folder) -> Path:
     if not given:
         return make_tiny(folder.path / "base", positions="learned", context=64)
     path = Path(given).absolute()
-    if not (path / "config.json").is_file():
-        raise Mistake(f"model.directory = {given!r}: there is no config.json in {path}")
+    read_config(path)
     return path
 
 

@@ -1,14 +1,12 @@
 """What can be told of a base model without loading it: clients need not wait for torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.engine.directory import CONTEXT_LENGTHS, read_config
 from holdfast.errors import Mistake, NotFound
 
 __all__ = ["Facts", "find", "read_facts"]
-
-_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +21,15 @@ class Facts:
 
 
 def read_facts(name: str, folder: Path) -> Facts:
-    """Read a model directory's config.json, or `Mistake`."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        text = config.get("text_config") or config
-        length = next(text[field] for field in _LENGTHS if field in text)
-        architecture = str((config.get("architectures") or ["unknown"])[0])
-        return Facts(name, folder, architecture, int(text["vocab_size"]), int(length))
-    except FileNotFoundError:
+    """What a model directory's config.json says, or `Mistake`."""
+    config = read_config(folder)
+    text = config.get("text_config") or config
+    length = next((text[key] for key in CONTEXT_LENGTHS if text.get(key) is not None), None)
+    if length is None or text.get("vocab_size") is None:
         raise Mistake(
-            f"{folder} is not a model directory (it has no config.json): give --model "
-            f"{name}=DIRECTORY with a Hugging Face model in it"
-        ) from None
-    except (ValueError, TypeError, AttributeError, KeyError, StopIteration) as error:
-        raise Mistake(
-            f"{folder}/config.json does not say vocab_size and max_position_embeddings: {error}"
-        ) from error
+            f"{folder}/config.json does not say vocab_size and max_position_embeddings: add them"
+        )
+    return Facts(name, folder, config["architectures"][0], text["vocab_size"], length)
 
 
 def find(bases: dict[str, Facts], name: str) -> Facts:

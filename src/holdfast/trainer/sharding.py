@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from holdfast.engine import loading
+from holdfast.engine import directory, loading
 from holdfast.engine.base import Base, Tenant
 from holdfast.engine.quiet import quiet, transformers
-from holdfast.errors import Corrupt, Mistake
+from holdfast.errors import Mistake
 from holdfast.trainer.ranks import Ranks
 
 __all__ = ["ShardedTenant", "skeleton"]
@@ -37,17 +37,15 @@ __all__ = ["ShardedTenant", "skeleton"]
 
 def skeleton(name: str, folder: Path, *, device: str) -> Base:
     """A base that knows its form, and has no weights."""
-    config = loading.read_config(folder)
+    config = directory.read_config(folder)
     hook = register_module_parameter_registration_hook(cast("Any", _without_weights))
     try:
-        with quiet():
+        with loading.one_error(folder, f"transformers cannot make the model of {folder}"), quiet():
             library = transformers()
             form = library.AutoConfig.from_pretrained(
                 str(folder.absolute()), local_files_only=True, trust_remote_code=False
             )
             model = library.AutoModelForCausalLM.from_config(form, dtype=torch.float32)
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise Mistake(f"transformers cannot make the model of {folder}: {error}") from error
     finally:
         hook.remove()
     model.eval()
@@ -266,17 +264,23 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._where: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                self._where.update(dict.fromkeys(file.keys(), path))
+        with loading.one_error(folder):
+            for path in sorted(folder.glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    self._where.update(dict.fromkeys(file.keys(), path))
 
     def read(self, name: str, like: Tensor) -> Tensor:
         """One tensor."""
-        try:
-            with safe_open(self._where[name], "pt") as file:
-                found: Tensor = file.get_tensor(name)
-        except SafetensorError as error:
-            raise Corrupt(f"the weights in {self._folder} cannot be read: {error}") from error
+        if name not in self._where:
+            raise Mistake(
+                f"the weights in {self._folder} are not those of its config.json: {name} is "
+                "not there"
+            )
+        with (
+            loading.one_error(self._folder),
+            safe_open(self._where[name], "pt") as file,
+        ):
+            found: Tensor = file.get_tensor(name)
         if found.shape != like.shape:
             raise Mistake(
                 f"the weights in {self._folder} are not those of its config.json: {name} is "

@@ -44,6 +44,8 @@ KEYS = Keys(RUN)
 ACCOUNTS = ("x", "y")
 JOB = "j"
 CALL_S = 30.0
+DOUBT_MIN_S, DOUBT_MAX_S, DOUBT_S = 0.1, 2.0, 30.0
+"""How the client waits after a doubtful 404, and for how long in all."""
 GATEWAYS = {"n3": "g3", "n4": "g4"}
 
 
@@ -221,25 +223,19 @@ class RoutesProtocol(Protocol):
     async def _ask(self, jobs: Jobs, runtime: Node, gateway: str, call: Call) -> Reply:
         """One request as the client's transport sends it: again, while a 404 is doubtful."""
         kind: Kind = "poll" if call.kind == "poll" else "submit"
-        failures = 0
+        wait_s, waited_s = DOUBT_MIN_S, 0.0
         while True:
             reply: Reply = await runtime.net.call(gateway, call, CALL_S)
-            failures += 1
             meaning = meaning_of(kind, reply.status, reply.code, "")
             if not self.naive or meaning == "answer":
                 return reply
             heard = self._now()
-            step = next_step(
-                kind,
-                meaning,
-                failures=failures,
-                retries=4,
-                state=await self._state(jobs, call.account),
-            )
-            if step not in AGAIN:
+            step = next_step(kind, meaning, await self._state(jobs, call.account))
+            if step not in AGAIN or waited_s + wait_s > DOUBT_S:
                 return reply
             self._may_doubt(call.account, heard)
-            await runtime.sleep(2.0)
+            await runtime.sleep(wait_s)
+            waited_s, wait_s = waited_s + wait_s, min(DOUBT_MAX_S, 2 * wait_s)
 
     async def _state(self, jobs: Jobs, account: str) -> str:
         """What the control plane says; nothing, if it does not answer."""
