@@ -33,8 +33,8 @@ def bits(generation: Generation) -> str:
         digest.update(one.tokens.tobytes() + one.logprobs.tobytes() + one.stop_reason.encode())
         if one.topk is not None:
             digest.update(one.topk.tokens.tobytes() + one.topk.logprobs.tobytes())
-    if generation.prompt_logprobs is not None:
-        digest.update(generation.prompt_logprobs.tobytes())
+    if generation.about.logprobs is not None:
+        digest.update(generation.about.logprobs.tobytes())
     return digest.hexdigest()
 
 
@@ -83,7 +83,7 @@ def test_about_the_prompt(lively: Tenant) -> None:
     scored = whole(lively, PROMPT)
     settings = Settings(max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=2)
     generation = generate(lively, PROMPT, settings, num_samples=1, seed=0)
-    found, topk = generation.prompt_logprobs, generation.topk_prompt
+    found, topk = generation.about.logprobs, generation.about.topk
     assert found is not None
     assert topk is not None
     assert np.isnan(found[0])
@@ -101,10 +101,10 @@ def test_only_the_end_of_the_prompt(lively: Tenant, last: int | None, given: int
         max_tokens=0, prompt_logprobs=True, prompt_logprobs_last_n=last, topk_prompt_logprobs=1
     )
     generation = generate(lively, PROMPT, settings, num_samples=1, seed=0)
-    assert generation.prompt_logprobs is not None
-    assert generation.topk_prompt is not None
-    assert np.isnan(generation.prompt_logprobs).tolist() == [n < 5 - given for n in range(5)]
-    blank = generation.topk_prompt.logprobs[:, 0] == ABSENT
+    assert generation.about.logprobs is not None
+    assert generation.about.topk is not None
+    assert np.isnan(generation.about.logprobs).tolist() == [n < 5 - given for n in range(5)]
+    blank = generation.about.topk.logprobs[:, 0] == ABSENT
     assert blank.tolist() == [n < 5 - given for n in range(5)]
     one = generation.continuations[0]
     assert (one.tokens.size, one.logprobs.size, one.stop_reason) == (0, 0, "length")
@@ -114,7 +114,7 @@ def test_more_than_the_vocabulary(base: Base) -> None:
     """Top-k beyond the vocabulary is filled up with blanks."""
     settings = Settings(max_tokens=1, topk_sample_logprobs=120, topk_prompt_logprobs=120)
     generation = generate(base.frozen(), PROMPT, settings, num_samples=1, seed=0)
-    for topk in (generation.continuations[0].topk, generation.topk_prompt):
+    for topk in (generation.continuations[0].topk, generation.about.topk):
         assert topk is not None
         assert (topk.logprobs[-1] == ABSENT).tolist() == [False] * 101 + [True] * 19
 

@@ -136,7 +136,7 @@ from holdfast.errors import Fenced
 from holdfast.ledger import LiveRuntime, open, update
 from holdfast.ledger.election import Election
 sys.path.insert(0, sys.argv[3])
-from test_shells import Count
+from ledger.test_shells import Count
 
 async def main():
     async with open(sys.argv[1]) as led:
@@ -162,7 +162,7 @@ async def test_real_leaders_killed_or_stopped_are_replaced(tmp_path: Path, how: 
     """Three processes; the leader is killed or stopped four times. Tokens only grow, and no
     effect of an old leader follows one of a new leader."""
     url = f"sqlite:///{tmp_path}/x.db"
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     with contextlib.ExitStack() as stack:
         names = iter(f"w{number}" for number in range(100))
 

@@ -180,7 +180,7 @@ def own_logprobs(bench: Bench, version: int, tokens: Sequence[int]) -> "np.ndarr
     tenant = load_base("tiny", bench.model).full()
     tenant.load_state(bench.weights[version])
     settings = Settings(max_tokens=0, prompt_logprobs=True)
-    found = generate(tenant, list(tokens), settings, num_samples=1, seed=0).prompt_logprobs
+    found = generate(tenant, list(tokens), settings, num_samples=1, seed=0).about.logprobs
     assert found is not None
     return found
 

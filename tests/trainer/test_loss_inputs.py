@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.errors import Mistake
-from holdfast.trainer.losses import LOSSES, inputs_of, loss, validate
+from holdfast.trainer.losses import LOSSES, inputs_of, token_losses, validate
 from holdfast.trainer.ops import Datum, ForwardBackward
 from holdfast.trainer.ops import Tensor as OpTensor
 
@@ -79,8 +79,8 @@ def test_what_passes_can_be_computed(make: Callable[[], ForwardBackward]) -> Non
     for datum in op.data:
         inputs = inputs_of(datum)
         now = torch.full(inputs["target_tokens"].shape, -1.0)
-        total, metrics = loss(op.loss, now, inputs, op.config)
-        assert math.isfinite(float(total))
+        tokens, metrics = token_losses(op.loss, now, inputs, op.config)
+        assert math.isfinite(float(tokens.sum()))
         assert set(metrics) <= {"loss:sum", "clipped_tokens:sum"}
 
 
@@ -137,4 +137,4 @@ def test_bad_operations(make: Callable[[], ForwardBackward], why: str) -> None:
 def test_an_unknown_loss_is_not_computed() -> None:
     """Not by whoever skips validation, either."""
     with pytest.raises(Mistake, match="not supported"):
-        loss("custom", torch.zeros(1), {}, {})
+        token_losses("custom", torch.zeros(1), {}, {})

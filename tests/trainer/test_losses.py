@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.trainer.losses import LOSSES, loss, merge_metrics
+from holdfast.trainer.losses import LOSSES, merge_metrics, token_losses
 
 LENGTH = 12
 CONFIG: dict[str, dict[str, float | str]] = {
@@ -58,6 +58,13 @@ def reference(name: str, now: Any, given: dict[str, Any], config: Any) -> float:
             "dro": p * advantage - 0.5 * config.get("beta", 0) * (p - old) ** 2,
         }[name]
     return -total
+
+
+def loss(name: str, now: Tensor, inputs: Any, config: Any) -> tuple[Tensor, dict[str, float]]:
+    """The loss of all tokens together."""
+    tokens, metrics = token_losses(name, now, inputs, config)
+    assert tokens.shape == now.shape
+    return tokens.sum(), metrics
 
 
 def needed(name: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,23 +23,23 @@ import numpy.typing as npt
 import torch
 
 from holdfast.engine.base import Tenant
+from holdfast.engine.prompt import ABSENT, About, TopK, about_prompt, blank
 from holdfast.engine.sampling import Shape, Stream, draw, top_logprobs
 from holdfast.engine.scoring import token_logprobs
 from holdfast.engine.stopping import Stop
 from holdfast.errors import Mistake
 
-__all__ = ["ABSENT", "Continuation", "Generation", "Settings", "TopK", "generate"]
+__all__ = ["ABSENT", "About", "Continuation", "Generation", "Settings", "TopK", "generate"]
 
 MAX_SAMPLES = 4096
 MAX_TOP = 1024
-ABSENT = -99999.0
-"""The log probability in a `TopK` where there is none; the token is 0. As in Tinker's SDK."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How to continue, and what to tell about it.
 
-    `prompt_logprobs_last_n` limits what is told of the prompt to its last n tokens.
+    `prompt_logprobs_last_n` limits `prompt_logprobs` and their top k to the last n tokens. The
+    top k come with the log probabilities of the prompt's own tokens, asked for or not.
     """
 
     max_tokens: int | None = None
@@ -52,6 +52,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    targets: npt.NDArray[np.int64] | None = None
+    """[n, 2]: at which place of the prompt (from 1) the log probability of which token to tell."""
+    alternatives: int = 0
+    """How many tokens to draw, at `temperature`, for every place of the prompt but the first."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -59,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("prompt_logprobs_last_n", 0, None),
             ("topk_prompt_logprobs", 0, MAX_TOP),
             ("topk_sample_logprobs", 0, MAX_TOP),
+            ("alternatives", 0, MAX_TOP),
         ):
             value = getattr(self, name)
             if value is not None and (value < least or (most is not None and value > most)):
@@ -71,13 +76,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return Shape(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-class TopK(msgspec.Struct, frozen=True):
-    """The likeliest tokens at each place: int32 and float32, both [places, k]."""
-
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-
-
 class Continuation(msgspec.Struct, frozen=True):
     """One sequence: its new tokens, int32, and the model's log probability of each, float32."""
 
@@ -88,14 +86,10 @@ class Continuation(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """All the continuations, in order, and what was asked about the prompt.
-
-    `prompt_logprobs` is float32 [prompt], NaN where a token was not scored: the first never is.
-    """
+    """All the continuations, in order, and what was asked about the prompt."""
 
     continuations: list[Continuation]
-    prompt_logprobs: npt.NDArray[np.float32] | None = None
-    topk_prompt: TopK | None = None
+    about: About = About()
 
 
 def generate(
@@ -108,6 +102,8 @@ def generate(
     if not prompt:
         raise Mistake("a prompt has at least one token: begin with the tokenizer's first token")
     base.check_tokens(prompt)
+    if settings.targets is not None:
+        base.check_tokens(settings.targets[:, 1].tolist())
     room = base.context_length - len(prompt)
     most = room if settings.max_tokens is None else min(settings.max_tokens, room)
     if room < 0 or (room == 0 and settings.max_tokens != 0):
@@ -118,8 +114,18 @@ def generate(
     stop = Stop(base, strings=settings.stop_strings, tokens=settings.stop_tokens)
     with torch.no_grad():
         continuations = _continue(tenant, prompt, settings, stop, most, num_samples, seed)
-        logprobs, topk = _about_prompt(tenant, prompt, settings)
-    return Generation(continuations, logprobs, topk)
+        about = about_prompt(
+            tenant,
+            prompt,
+            logprobs=settings.prompt_logprobs,
+            last_n=settings.prompt_logprobs_last_n,
+            k=settings.topk_prompt_logprobs,
+            targets=settings.targets,
+            alternatives=settings.alternatives,
+            temperature=settings.temperature,
+            seed=seed,
+        )
+    return Generation(continuations, about)
 
 
 class _Row:
@@ -135,7 +141,7 @@ class _Row:
     def result(self, k: int) -> Continuation:
         topk = None
         if k:
-            topk = _blank(len(self.top), k)
+            topk = blank(len(self.top), k)
             for place, (tokens, logprobs) in enumerate(self.top):
                 topk.tokens[place, : len(tokens)] = tokens
                 topk.logprobs[place, : len(tokens)] = logprobs
@@ -190,29 +196,3 @@ def _repeat(cache: Any, times: int, tenant: Tenant) -> None:
             "scored, but not sampled from here"
         )
     cache.batch_repeat_interleave(times)
-
-
-def _about_prompt(
-    tenant: Tenant, prompt: Sequence[int], settings: Settings
-) -> tuple[npt.NDArray[np.float32] | None, TopK | None]:
-    k = settings.topk_prompt_logprobs
-    if not settings.prompt_logprobs and not k:
-        return None, None
-    length = len(prompt)
-    logprobs = np.full(length, np.nan, np.float32)
-    topk = _blank(length, k)
-    asked = settings.prompt_logprobs_last_n
-    first = max(1, 0 if asked is None else length - asked)
-    if first < length:
-        tokens = torch.tensor([list(prompt)])
-        logits = tenant.logits(tokens, torch.ones_like(tokens))[0, first - 1 : -1].float().cpu()
-        logprobs[first:] = token_logprobs(logits, tokens[0, first:]).numpy()
-        if k:
-            likeliest, values = top_logprobs(torch.log_softmax(logits, dim=-1), k)
-            topk.tokens[first:, : likeliest.shape[1]] = likeliest.numpy()
-            topk.logprobs[first:, : values.shape[1]] = values.numpy()
-    return (logprobs if settings.prompt_logprobs else None), (topk if k else None)
-
-
-def _blank(places: int, k: int) -> TopK:
-    return TopK(np.zeros((places, k), np.int32), np.full((places, k), ABSENT, np.float32))

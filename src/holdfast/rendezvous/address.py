@@ -58,7 +58,8 @@ def _towards(url: str) -> str:
     if not url.startswith("etcd://"):
         return LOOPBACK
     try:
-        first = urlsplit(url.partition("?")[0].partition(",")[0])
+        hosts = url.removeprefix("etcd://").partition("?")[0].rpartition("@")[2]
+        first = urlsplit(f"//{hosts.partition(',')[0]}")
         kind, *_, place = socket.getaddrinfo(first.hostname, first.port or 2379)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as sock:
             sock.connect(place)  # sends nothing: asks for the route

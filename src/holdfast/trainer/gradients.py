@@ -20,13 +20,17 @@ from holdfast.engine.scoring import token_logprobs
 from holdfast.trainer import losses, ops
 from holdfast.trainer.ranks import Ranks
 
-__all__ = ["SHARDS", "Gradients", "batches", "losses_of", "tell"]
+__all__ = ["SHARDS", "Gradients", "Outputs", "batches", "losses_of", "tell"]
 
 SHARDS = 4
 BATCH_TOKENS = 16_384
 """Tokens, with padding, that are computed at once."""
 METRICS = ("loss:sum", "clipped_tokens:sum")
 """What ranks tell each other of a datum."""
+FIELDS = ("logprobs", "elementwise_loss")
+"""What the caller is told of every token of a datum: sums of the second are the loss."""
+
+Outputs = dict[str, Tensor]
 
 
 @dataclass
@@ -34,7 +38,7 @@ class _Shard:
     """What one shard gives: its gradient as one vector, its outputs, its metrics."""
 
     gradient: Tensor
-    logprobs: list[Tensor]
+    outputs: list[Outputs]
     metrics: list[dict[str, float]]
 
 
@@ -47,13 +51,13 @@ class Gradients:
 
     def gather(
         self, tenant: Tenant, op: ops.ForwardBackward, parameters: Mapping[str, Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+    ) -> tuple[Tensor, list[Outputs], list[dict[str, float]]]:
         """Compute our shards, exchange them, and put all of them together in order."""
         size = sum(one.numel() for one in parameters.values())
         cuts = [len(op.data) * at // SHARDS for at in range(SHARDS + 1)]
         shards = [op.data[a:b] for a, b in itertools.pairwise(cuts)]
         total = torch.zeros(size)
-        logprobs: list[Tensor] = []
+        outputs: list[Outputs] = []
         metrics: list[dict[str, float]] = []
         mine = {
             at: self._compute(tenant, op, shard, parameters)
@@ -66,13 +70,13 @@ class Gradients:
             done = self._exchange(mine.get(at), shard, size, at % self._ranks.size)
             if self._exact:
                 total += done.gradient
-            logprobs.extend(done.logprobs)
+            outputs.extend(done.outputs)
             metrics.extend(done.metrics)
         if not self._exact:
             for done in mine.values():
                 total += done.gradient
             total = self._ranks.total(total)
-        return total, logprobs, metrics
+        return total, outputs, metrics
 
     def _exchange(
         self, mine: _Shard | None, shard: Sequence[ops.Datum], size: int, owner: int
@@ -81,12 +85,12 @@ class Gradients:
         if self._ranks.size == 1:
             assert mine is not None
             return mine
-        outputs = (mine.logprobs, mine.metrics) if mine is not None else None
-        logprobs, metrics = tell(self._ranks, shard, outputs, owner)
+        known = (mine.outputs, mine.metrics) if mine is not None else None
+        outputs, metrics = tell(self._ranks, shard, known, owner)
         gradient = mine.gradient if mine is not None else torch.empty(size)
         if self._exact:
             gradient = self._ranks.spread(gradient, owner)
-        return _Shard(gradient, logprobs, metrics)
+        return _Shard(gradient, outputs, metrics)
 
     def _compute(
         self,
@@ -97,54 +101,58 @@ class Gradients:
     ) -> _Shard:
         size = sum(one.numel() for one in parameters.values())
         gradient = torch.zeros(size)
-        logprobs: list[Tensor] = []
+        outputs: list[Outputs] = []
         metrics: list[dict[str, float]] = []
         with torch.set_grad_enabled(bool(parameters)):
             for batch in batches(shard):
                 total, scored, told = losses_of(tenant, op, batch)
-                logprobs += scored
+                outputs += scored
                 metrics += told
                 if parameters:
                     found = torch.autograd.grad(
                         total, list(parameters.values()), allow_unused=True
                     )
                     gradient += _flat(found, parameters)
-        return _Shard(gradient, logprobs, metrics)
+        return _Shard(gradient, outputs, metrics)
 
 
 def losses_of(
     tenant: Tenant, op: ops.ForwardBackward, batch: Sequence[ops.Datum]
-) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
-    """The loss of a batch, and of each datum the log probabilities and the metrics."""
+) -> tuple[Tensor, list[Outputs], list[dict[str, float]]]:
+    """The loss of a batch, and of each datum what is told of its tokens, and the metrics."""
     total = torch.zeros(())
-    logprobs: list[Tensor] = []
+    outputs: list[Outputs] = []
     metrics: list[dict[str, float]] = []
     for datum, values in zip(batch, _score(tenant, batch), strict=True):
-        one, told = losses.loss(op.loss, values, losses.inputs_of(datum), op.config)
-        total = total + one
+        mine, told = losses.token_losses(op.loss, values, losses.inputs_of(datum), op.config)
+        total = total + mine.sum()
         metrics.append(told)
-        logprobs.append(values.detach().float().cpu())
-    return total, logprobs, metrics
+        found = zip(FIELDS, (values, mine), strict=True)
+        outputs.append({name: one.detach().float().cpu() for name, one in found})
+    return total, outputs, metrics
 
 
 def tell(
     ranks: Ranks,
     shard: Sequence[ops.Datum],
-    outputs: tuple[list[Tensor], list[dict[str, float]]] | None,
+    known: tuple[list[Outputs], list[dict[str, float]]] | None,
     owner: int,
-) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """The log probabilities and the metrics of a shard as its owner has them, on every rank."""
-    shapes = [_target_shape(datum) for datum in shard]
+) -> tuple[list[Outputs], list[dict[str, float]]]:
+    """The outputs and the metrics of a shard as its owner has them, on every rank."""
+    shapes = [(len(FIELDS), *_target_shape(datum)) for datum in shard]
     sizes = [int(np.prod(shape)) for shape in shapes]
-    if outputs is not None:
-        flat = torch.cat([values.reshape(-1) for values in outputs[0]])
-        table = _table(outputs[1])
+    if known is not None:
+        flat = torch.cat([one[name].reshape(-1) for one in known[0] for name in FIELDS])
+        table = _table(known[1])
     else:
         flat = torch.empty(sum(sizes))
         table = torch.empty(len(shard), 2 * len(METRICS), dtype=torch.float64)
     parts = torch.split(ranks.spread(flat, owner), sizes)
-    logprobs = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return logprobs, _metrics(ranks.spread(table, owner))
+    outputs = [
+        dict(zip(FIELDS, part.reshape(shape), strict=True))
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    return outputs, _metrics(ranks.spread(table, owner))
 
 
 def _score(tenant: Tenant, batch: Sequence[ops.Datum]) -> list[Tensor]:

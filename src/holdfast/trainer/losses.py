@@ -1,8 +1,8 @@
 """The losses, over the log probabilities of the target tokens of one datum.
 
-`loss` is a sum over tokens; the loss of an operation is the sum over its datums. With `p` the
-log probabilities now, `q` those of the sampler (`logprobs`), `A` the `advantages`,
-r = exp(p - q), and [low, high] the `clip_low_threshold` and `clip_high_threshold`:
+The loss of an operation is the sum over its datums and their tokens; `token_losses` keeps the
+tokens apart. With `p` the log probabilities now, `q` those of the sampler (`logprobs`), `A` the
+`advantages`, r = exp(p - q), and [low, high] the `clip_low_threshold` and `clip_high_threshold`:
 
     cross_entropy        -sum(weights * p)             targets and weights may be [N, K]
     importance_sampling  -sum(r * A)
@@ -35,15 +35,17 @@ from torch import Tensor
 from holdfast.trainer.loss_inputs import CLIP_HIGH, CLIP_LOW, unsupported, validate
 from holdfast.trainer.ops import Datum
 
-__all__ = ["LOSSES", "inputs_of", "loss", "merge_metrics", "validate"]
+__all__ = ["LOSSES", "inputs_of", "merge_metrics", "token_losses", "validate"]
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float | str]
 Metrics = dict[str, float]
 
 
-def loss(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Metrics]:
-    """The loss of one datum, differentiable in `logprobs`, and its metrics.
+def token_losses(
+    name: str, logprobs: Tensor, inputs: Inputs, config: Config
+) -> tuple[Tensor, Metrics]:
+    """The loss of every token of a datum, differentiable in `logprobs`, and their metrics.
 
     `logprobs` has the shape of the datum's `target_tokens`; `inputs` and `config` have passed
     `validate`. Metrics are named `name:reduction`: `loss:sum` always, and for the losses that
@@ -52,8 +54,8 @@ def loss(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[T
     if name not in LOSSES:
         raise unsupported(name)
     given = {key: value.to(logprobs) for key, value in inputs.items() if key != "target_tokens"}
-    total, metrics = LOSSES[name](logprobs, given, config)
-    return total, {"loss:sum": float(total.detach()), **metrics}
+    tokens, metrics = LOSSES[name](logprobs, given, config)
+    return tokens, {"loss:sum": float(tokens.detach().sum()), **metrics}
 
 
 def inputs_of(datum: Datum) -> dict[str, Tensor]:
@@ -92,11 +94,11 @@ _REDUCE: dict[str, Callable[[list[float]], float]] = {
 
 def _cross_entropy(now: Tensor, given: Inputs, _: Config) -> tuple[Tensor, Metrics]:
     weights = given.get("weights")
-    return -(now if weights is None else now * weights).sum(), {}
+    return -(now if weights is None else now * weights), {}
 
 
 def _importance_sampling(now: Tensor, given: Inputs, _: Config) -> tuple[Tensor, Metrics]:
-    return -(_ratio(now, given) * given["advantages"]).sum(), {}
+    return -(_ratio(now, given) * given["advantages"]), {}
 
 
 def _ppo(now: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -106,12 +108,12 @@ def _ppo(now: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
 def _cispo(now: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     ratio = _ratio(now, given).detach()
     clipped, metrics = _clip(ratio, given, config)
-    return -(clipped * now * given["advantages"]).sum(), metrics
+    return -(clipped * now * given["advantages"]), metrics
 
 
 def _dro(now: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     penalty = 0.5 * float(config["beta"]) * (now - given["logprobs"]) ** 2
-    return -(now * given["advantages"] - penalty).sum(), {}
+    return -(now * given["advantages"] - penalty), {}
 
 
 def _gspo(now: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
@@ -133,7 +135,7 @@ def _exp(difference: Tensor, given: Inputs) -> Tensor:
 def _clipped_surrogate(ratio: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:
     advantages = given["advantages"]
     clipped, metrics = _clip(ratio, given, config)
-    return -torch.minimum(ratio * advantages, clipped * advantages).sum(), metrics
+    return -torch.minimum(ratio * advantages, clipped * advantages), metrics
 
 
 def _clip(ratio: Tensor, given: Inputs, config: Config) -> tuple[Tensor, Metrics]:

@@ -25,8 +25,8 @@ from holdfast.engine.generate import Generation, Settings, generate
 from holdfast.errors import Mistake, NotFound
 from holdfast.trainer import adam, losses, ops
 from holdfast.trainer.captured import ADAM, GRADS, WEIGHTS, named, part, weights_of
-from holdfast.trainer.generated import sampled_of
-from holdfast.trainer.gradients import Gradients
+from holdfast.trainer.generated import sampled_of, targets_of
+from holdfast.trainer.gradients import Gradients, Outputs
 from holdfast.trainer.ranks import Alone, Ranks
 from holdfast.trainer.seams import Snapshot
 
@@ -169,7 +169,7 @@ class Machine:
         base = trained.tenant.base
         losses.validate(op, base.vocabulary_size, base.context_length)
         parameters = trained.tenant.parameters() if op.backward else {}
-        gradient, logprobs, metrics = self._gather(trained.tenant, op, parameters)
+        gradient, found, metrics = self._gather(trained.tenant, op, parameters)
         told = losses.merge_metrics(metrics)
         if not np.isfinite(told["loss:sum"]):
             raise Mistake(f"the loss is {told['loss:sum']}: nothing was changed")
@@ -177,12 +177,12 @@ class Machine:
             if not self._is_finite(gradient):
                 raise Mistake("the gradients are not finite: nothing was changed")
             self._add(trained, gradient)
-        outputs = [{"logprobs": _tensor(values)} for values in logprobs]
+        outputs = [{name: _tensor(values) for name, values in one.items()} for one in found]
         return ops.Output(outputs=outputs, metrics=told)
 
     def _gather(
         self, tenant: Tenant, op: ops.ForwardBackward, parameters: Mapping[str, Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+    ) -> tuple[Tensor, list[Outputs], list[dict[str, float]]]:
         """The gradient of what this rank holds, as one vector; outputs and metrics of all data."""
         return self._gradients.gather(tenant, op, parameters)
 
@@ -258,12 +258,13 @@ class Machine:
             prompt_logprobs_last_n=op.prompt_logprobs_last_n,
             topk_prompt_logprobs=op.topk_prompt_logprobs,
             topk_sample_logprobs=op.topk_sample_logprobs,
+            targets=None if op.target_prompt is None else targets_of(op.target_prompt),
+            alternatives=op.prompt_alternatives,
         )
         prompt = np.frombuffer(op.prompt, "<i4").tolist()
         seed = op.seed if op.seed is not None else _seed(self._run, line, number)
-        return sampled_of(
-            self._generate(self._samplers[key], prompt, settings, op.num_samples, seed)
-        )
+        found = self._generate(self._samplers[key], prompt, settings, op.num_samples, seed)
+        return sampled_of(found, op.target_prompt)
 
     def _generate(
         self, tenant: Tenant, prompt: list[int], settings: Settings, count: int, seed: int

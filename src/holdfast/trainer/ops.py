@@ -19,6 +19,7 @@ from holdfast.errors import Corrupt
 
 __all__ = [
     "CATEGORIES",
+    "Cells",
     "CreateModel",
     "Created",
     "Datum",
@@ -68,6 +69,15 @@ class Tensor(_Struct, frozen=True):
     dtype: DType
     shape: tuple[int, ...]
     data: bytes
+
+
+class Cells(_Struct, frozen=True):
+    """Elements of a matrix: all of them, or those that `crow` and `col` name (int64, CSR)."""
+
+    shape: tuple[int, int]
+    values: bytes
+    crow: bytes | None = None
+    col: bytes | None = None
 
 
 class Datum(_Struct, frozen=True):
@@ -184,6 +194,10 @@ class Sample(_Struct, frozen=True, tag="sample"):
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    target_prompt: Cells | None = None
+    """int64 tokens to score: row i belongs to place i + 1 of the prompt; -1 asks for nothing."""
+    prompt_alternatives: int = 0
+    """How many tokens to draw for every place of the prompt but the first."""
 
 
 Op = (
@@ -281,6 +295,10 @@ class Sampled(_Struct, frozen=True, tag="sample"):
     sequences: list[Sequence]
     prompt_logprobs: bytes | None = None
     topk_prompt: TopK | None = None
+    target_prompt: Cells | None = None
+    """float32, in the layout in which they were asked for; 0 where nothing was asked for."""
+    alternatives: TopK | None = None
+    """Drawn tokens: row i belongs to place i + 1 of the prompt."""
 
 
 class Failed(_Struct, frozen=True, tag="failed"):

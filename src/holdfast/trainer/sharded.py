@@ -26,7 +26,7 @@ from holdfast.engine.base import Base, Tenant
 from holdfast.engine.generate import Generation, Settings, generate
 from holdfast.errors import Mistake
 from holdfast.trainer import adam, ops
-from holdfast.trainer.gradients import batches, losses_of, tell
+from holdfast.trainer.gradients import Outputs, batches, losses_of, tell
 from holdfast.trainer.machine import Machine
 from holdfast.trainer.ranks import Ranks, agreed, from_env
 from holdfast.trainer.sharding import ShardedTenant, skeleton
@@ -93,20 +93,20 @@ class ShardedMachine(Machine):
 
     def _gather(
         self, tenant: Tenant, op: ops.ForwardBackward, parameters: Mapping[str, Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[dict[str, float]]]:
+    ) -> tuple[Tensor, list[Outputs], list[dict[str, float]]]:
         """Every rank computes its piece; those with fewer batches take part all the same."""
         model = _sharded(tenant)
         size = self._ranks.size
         cuts = [len(op.data) * at // size for at in range(size + 1)]
         pieces = [op.data[a:b] for a, b in itertools.pairwise(cuts)]
         mine = batches(pieces[self._ranks.rank])
-        logprobs: list[Tensor] = []
+        scores: list[Outputs] = []
         metrics: list[dict[str, float]] = []
         with torch.set_grad_enabled(bool(parameters)):
             for at in range(max(len(batches(piece)) for piece in pieces)):
                 if at < len(mine):
                     total, scored, told = losses_of(model, op, mine[at])
-                    logprobs += scored
+                    scores += scored
                     metrics += told
                     weight = torch.ones_like(total)
                 else:
@@ -115,7 +115,7 @@ class ShardedMachine(Machine):
                 if parameters:
                     torch.autograd.backward(total, weight)
         outputs = [
-            tell(self._ranks, piece, (logprobs, metrics) if at == self._ranks.rank else None, at)
+            tell(self._ranks, piece, (scores, metrics) if at == self._ranks.rank else None, at)
             for at, piece in enumerate(pieces)
             if piece
         ]

@@ -133,6 +133,10 @@ class Backend(abc.ABC):
     def stat(self) -> Stat:
         """How much there is."""
 
+    def trim(self) -> int:
+        """Give back memory that has long been empty, if this place keeps any. Tells the bytes."""
+        return 0
+
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of everything. What was put stays."""

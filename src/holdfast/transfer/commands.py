@@ -1,4 +1,4 @@
-"""`holdfast transfer ...`: looking into a store of values."""
+"""`holdfast transfer ...`: looking into a store of values, and removing it."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from holdfast.errors import BatchFailed, Gone, NotFound
 from holdfast.text import clean, plural, size
 from holdfast.transfer.frame import MAX_KEY_BYTES
 from holdfast.transfer.store import Store, status
-from holdfast.transfer.url import connect
+from holdfast.transfer.url import connect, without_password
 
 __all__ = ["transfer"]
 
@@ -21,7 +21,7 @@ _SHOWN = 200
 
 @click.group()
 def transfer() -> None:
-    """Look into a store of values.
+    """Look into a store of values, or remove it.
 
     \b
     URL is what transfer.connect(URL) takes: shm://NAME, redis://host:port,
@@ -83,6 +83,57 @@ def get(url: str, key: str, raw: bool) -> None:
         sys.stdout.buffer.write(value)
         return
     click.echo(_describe(value))
+
+
+@transfer.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def stores(as_json: bool) -> None:
+    """List this user's stores in shared memory on this machine: what they take, who uses them."""
+    from holdfast.transfer import shm
+
+    found = shm.stores()
+    if not as_json:
+        click.echo(f"{'TAKES':>10} {'OF':>10}  {'STORE':32} PROCESSES")
+    for one in found:
+        if as_json:
+            click.echo(json.dumps(msgspec.to_builtins(one)))
+            continue
+        users = ", ".join(map(str, one.pids)) or ("?" if one.used else "-")
+        click.echo(f"{size(one.taken):>10} {size(one.budget):>10}  shm://{one.name:26} {users}")
+
+
+@transfer.command()
+@click.argument("url")
+@click.option("--queue", "name", help="Remove only this queue: its payloads and its records.")
+@click.option("--ledger", help="With --queue: the ledger that has its records.")
+@click.option("--run", default="default", show_default=True, help="The run the queue belongs to.")
+@click.option("--force", is_flag=True, help="Also when it is in use, or cannot tell.")
+def rm(url: str, name: str | None, ledger: str | None, run: str, force: bool) -> None:
+    """Remove a store, or a queue, with everything in it.
+
+    A store in shared memory goes with its segments. It is left alone while any process has it
+    open, and a queue while it has members: exit code 3. Redis and Mooncake do not know their
+    users, so they need --force; only keys of Holdfast go. With --force, processes that still use
+    a store or a queue get errors from then on.
+
+    \b
+    holdfast transfer rm shm://run-7
+    holdfast transfer rm shm://run-7 --queue rollouts --ledger sqlite:///run.db
+    """
+    from holdfast.transfer.removal import remove_queue, remove_store
+
+    if (name is None) != (ledger is None):
+        raise click.UsageError("--queue and --ledger belong together")
+    shown = without_password(url)
+    if name is None or ledger is None:
+        gone = remove_store(url, force=force)
+        click.echo(f"removed {shown}: {plural(gone.values, 'value')}, {size(gone.nbytes)}")
+        return
+    gone = remove_queue(url, ledger, run, name, force=force)
+    click.echo(
+        f"removed the queue {clean(name)} of run {clean(run)}: {plural(gone.values, 'value')}, "
+        f"{size(gone.nbytes)}, from {shown}; {plural(gone.records, 'record')} from the ledger"
+    )
 
 
 def _get(store: Store, key: str) -> Any:

@@ -393,14 +393,14 @@ async def test_a_silent_upstream_is_lost_after_its_time() -> None:
         if seen.target == "/slow":
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n")
             for _ in range(12):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
                 writer.write(b"x")
                 await writer.drain()
         else:
             await asyncio.sleep(60)
 
     async with upstream(script) as up:
-        handler = Passing(up, answer_s=0.5)
+        handler = Passing(up, answer_s=1.5)
         async with gate(handler) as server, calling(server.port) as caller:
             await caller.send(request(target="/slow"))
             assert (await caller.answer()).body == b"x" * 12

@@ -163,7 +163,7 @@ async def test_the_next_endpoint_takes_over(cluster: EtcdCluster) -> None:
         assert await ledger.keep_alive(lease.id) == 30
         assert (await ledger.lease_info(lease.id)).keys == ("/over/1",)
         assert lease.id in await ledger.leases()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20, "it waited for the lease to end"
         await ledger.revoke(lease.id)
         assert await ledger.get("/over/1") is None
 
@@ -177,7 +177,7 @@ async def written(ledger: EtcdLedger, key: str) -> bool:
     except (Unavailable, UnknownOutcome):
         return False
     finally:
-        assert time.monotonic() - began < 8, "a write took longer than its limit"
+        assert time.monotonic() - began < HANG_S / 2, "a write ignored its limit of 6 s"
 
 
 async def test_a_paused_member_hangs_nobody(
@@ -194,10 +194,10 @@ async def test_a_paused_member_hangs_nobody(
             cluster.members[0].pause()
             began = time.monotonic()
             assert await ledger.get("/paused/1") is not None
-            assert time.monotonic() - began < 8, "a read took longer than its limit"
+            assert time.monotonic() - began < HANG_S / 2, "a read ignored its limit of 6 s"
             # Moved away from the silent member: from here on nothing waits for it.
             # The others may have to elect a leader first: a write may say that it does not know.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 while not await written(ledger, "/paused/2"):
                     await asyncio.sleep(0.05)
                 assert (await waiting).events[0].key == "/paused/2"
@@ -215,7 +215,7 @@ async def test_without_a_majority_calls_end_in_time(cluster: EtcdCluster) -> Non
             await ledger.get("/major")
         with pytest.raises((Unavailable, UnknownOutcome)):
             await ledger.txn([], [Put("/major", b"2")])
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < HANG_S / 2, "a call ignored its limit of 2 s"
         await up(cluster.members[0])
         async with asyncio.timeout(HANG_S):
             entry = None

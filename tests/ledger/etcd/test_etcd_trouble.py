@@ -250,6 +250,6 @@ async def test_closing_does_not_wait_for_a_silent_server(tmp_path: Path) -> None
             done, _ = await asyncio.wait({waiting}, timeout=0.3)
             assert not done
             await watch.aclose()
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(10):  # a call may take 20 s
                 assert await waiting == []
         server.resume()

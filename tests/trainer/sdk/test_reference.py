@@ -1,6 +1,8 @@
 """What the trainer computes is what plain PyTorch computes, for the same data and base."""
 
+import itertools
 import json
+import math
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,7 @@ for loss, config in GIVEN["losses"].items():
     say(metrics=found.metrics, norm=stepped.metrics["grad_norm:mean"], path=published(client),
         logprobs=[one["logprobs"].tolist() for one in found.loss_fn_outputs],
         same=[one["logprobs"].tolist() for one in quiet.loss_fn_outputs],
+        tokens=[one["elementwise_loss"].tolist() for one in found.loss_fn_outputs],
         quiet=quiet.metrics)
 """
 
@@ -96,6 +99,7 @@ def test_a_loss_and_its_gradient_are_those_of_pytorch(
     for got, want in zip(said["logprobs"], wanted, strict=True):
         torch.testing.assert_close(torch.tensor(got), want, atol=1e-5, rtol=1e-5)
     assert said["same"] == said["logprobs"]
+    check_tokens(name, data, wanted, said)
     assert said["quiet"] == said["metrics"]
     total = reference.backward(model, name, data, LOSSES[name])
     assert said["metrics"]["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-4)
@@ -103,6 +107,20 @@ def test_a_loss_and_its_gradient_are_those_of_pytorch(
     close(tensors(there, said["path"]), dict(model.named_parameters()))
     if "clip_low_threshold" in LOSSES[name]:
         assert 0 < said["metrics"]["clipped_tokens:sum"] < sum(LENGTHS), "nothing was clipped"
+
+
+def check_tokens(name: str, data: list[Example], now: list[Any], said: dict[str, Any]) -> None:
+    """The loss of every token is told, and their sum is the loss."""
+    assert [len(one) for one in said["tokens"]] == list(LENGTHS)
+    for one, p, tokens in zip(data, now, said["tokens"], strict=True):
+        total = float(reference.loss(name, p, one, LOSSES[name]))
+        assert sum(tokens) == pytest.approx(total, rel=1e-4, abs=1e-4)
+        if name == "cross_entropy":
+            want = -torch.tensor(one["weights"]) * p
+            torch.testing.assert_close(torch.tensor(tokens), want, atol=1e-5, rtol=1e-5)
+    assert math.fsum(itertools.chain(*said["tokens"])) == pytest.approx(
+        said["metrics"]["loss:sum"], rel=1e-5, abs=1e-5
+    )
 
 
 def close(got: dict[str, torch.Tensor], want: dict[str, Any]) -> None:
@@ -120,7 +138,8 @@ CANDIDATES = """
 client = lora(rank=0)
 found = client.forward_backward(made(GIVEN), "cross_entropy").result()
 say(loss=found.metrics["loss:sum"], logprobs=found.loss_fn_outputs[0]["logprobs"].tolist(),
-    shape=list(found.loss_fn_outputs[0]["logprobs"].shape))
+    shape=list(found.loss_fn_outputs[0]["logprobs"].shape),
+    tokens=list(found.loss_fn_outputs[0]["elementwise_loss"].shape))
 """
 
 
@@ -135,7 +154,7 @@ def test_several_targets_for_a_position(there: House) -> None:
     (said,) = run(there, CANDIDATES, [one])
     model = load(base(there))
     now = reference.logprobs(model, one).detach()
-    assert said["shape"] == [3, 2]
+    assert said["shape"] == said["tokens"] == [3, 2]
     torch.testing.assert_close(
         torch.tensor(said["logprobs"]).reshape(3, 2), now, atol=1e-5, rtol=1e-5
     )

@@ -10,7 +10,8 @@ from trainer.sdk.programs import run
 
 TOOLS = """
 def ask(sampler, prompt, n=1, **params):
-    extra = {name: params.pop(name) for name in list(params) if "logprobs" in name}
+    extra = {name: params.pop(name) for name in list(params)
+             if "logprobs" in name or "prompt" in name}
     return sampler.sample(
         prompt=types.ModelInput.from_ints(prompt), num_samples=n,
         sampling_params=types.SamplingParams(**params), **extra).result()
@@ -60,6 +61,20 @@ say(greedy=[rows(ask(base, PROMPT, n=2, max_tokens=8, temperature=0.0)) for _ in
 likely = ask(base, PROMPT, n=1, max_tokens=3, temperature=0.0, stop=[], topk_sample_logprobs=5,
              topk_prompt_logprobs=4, include_prompt_logprobs=True)
 last = ask(base, PROMPT, max_tokens=1, include_prompt_logprobs=True, prompt_logprobs_last_n=2)
+def tensor(one):
+    return [one.shape, one.data, one.sparse_crow_indices, one.sparse_col_indices]
+top = ask(base, PROMPT, max_tokens=1, topk_prompt_logprobs=2)
+cells = [[5, -1], [PROMPT[2], 9], *[[-1, -1]] * 3, [PROMPT[6], 0]]
+dense = types.TensorData(data=[one for row in cells for one in row], dtype="int64", shape=[6, 2])
+sparse = types.TensorData(data=[PROMPT[2], 9, 0], dtype="int64", shape=[6, 2],
+    sparse_crow_indices=[0, 0, 2, 2, 2, 2, 3], sparse_col_indices=[0, 1, 1])
+scored = [ask(base, PROMPT, max_tokens=1, target_prompt_logprobs=one, prompt_alt_tokens_k=3,
+              seed=1, prompt_logprobs_last_n=1, include_prompt_logprobs=True)
+          for one in (dense, sparse)]
+say(top=top.prompt_logprobs, targets=[tensor(one.target_prompt_logprobs) for one in scored],
+    drawn=[[tensor(one.prompt_alt_tokens.tokens), tensor(one.prompt_alt_tokens.logprobs)]
+           for one in scored],
+    known=ask(base, PROMPT, max_tokens=1, topk_prompt_logprobs=101).topk_prompt_logprobs)
 say(rows=rows(likely), topk=likely.sequences[0].topk_logprobs,
     prompt=likely.topk_prompt_logprobs, prompt_logprobs=likely.prompt_logprobs,
     last=last.prompt_logprobs)
@@ -95,7 +110,7 @@ def test_the_same_is_drawn_again(drawn: list[dict[str, Any]]) -> None:
 
 def test_how_many_and_how_long(drawn: list[dict[str, Any]]) -> None:
     """num_samples sequences of max_tokens; without max_tokens the context is filled."""
-    said, _, room = drawn
+    said, _, _, room = drawn
     assert len(said["seeded"][0]) == 4
     for ids, logprobs, reason in said["seeded"][0]:
         assert (len(ids), len(logprobs), reason) == (8, 8, "length")
@@ -106,7 +121,7 @@ def test_how_many_and_how_long(drawn: list[dict[str, Any]]) -> None:
 
 def test_only_the_likeliest_are_drawn(drawn: list[dict[str, Any]]) -> None:
     """top_k and top_p: never anything else than the likeliest, of those more than one."""
-    said, likely, _ = drawn
+    said, _, likely, _ = drawn
     best = [token for token, _ in likely["topk"][0]]
     assert {ids[0] for ids in tokens(said["few"])} == set(best[:3])
     nucleus = {ids[0] for ids in tokens(said["nucleus"])}
@@ -120,7 +135,7 @@ def test_only_the_likeliest_are_drawn(drawn: list[dict[str, Any]]) -> None:
 
 def test_the_likeliest_tokens_are_told(drawn: list[dict[str, Any]]) -> None:
     """topk: in order, with the log probabilities of the samples; also along the prompt."""
-    said = drawn[1]
+    said = drawn[2]
     (ids, logprobs, _), topk = said["rows"][0], said["topk"]
     assert [len(place) for place in topk] == [5, 5, 5]
     for token, logprob, place in zip(ids, logprobs, topk, strict=True):
@@ -135,6 +150,38 @@ def test_the_likeliest_tokens_are_told(drawn: list[dict[str, Any]]) -> None:
     assert all(len(place) == 4 for place in prompt[1:])
     assert said["last"][:5] == [None] * 5
     np.testing.assert_allclose(said["last"][5:], said["prompt_logprobs"][5:], atol=1e-5)
+
+
+def test_the_prompts_own_tokens_come_with_the_likeliest(drawn: list[dict[str, Any]]) -> None:
+    """topk_prompt_logprobs alone gives the log probabilities of the prompt's tokens, too."""
+    top, whole = drawn[1]["top"], drawn[2]["prompt_logprobs"]
+    assert top[0] is None
+    np.testing.assert_allclose(top[1:], whole[1:], atol=1e-5)
+
+
+def test_any_token_is_scored_along_the_prompt(drawn: list[dict[str, Any]]) -> None:
+    """target_prompt_logprobs: the model's own numbers, dense or sparse as they were asked for."""
+    known = [dict(map(tuple, place or [])) for place in drawn[1]["known"]]
+    whole = drawn[2]["prompt_logprobs"]
+    (shape, dense, *none), (sparse_shape, sparse, *layout) = drawn[1]["targets"]
+    assert shape == sparse_shape == [6, 2]
+    assert none == [None, None]
+    assert layout == [[0, 0, 2, 2, 2, 2, 3], [0, 1, 1]]
+    want = [known[1][5], 0.0, whole[2], known[2][9], *[0.0] * 6, whole[6], known[6][0]]
+    np.testing.assert_allclose(dense, want, atol=1e-5)
+    np.testing.assert_allclose(sparse, [whole[2], known[2][9], known[6][0]], atol=1e-5)
+
+
+def test_alternatives_are_drawn_along_the_prompt(drawn: list[dict[str, Any]]) -> None:
+    """prompt_alt_tokens_k: k draws per place, the same with the same seed, and their numbers."""
+    known = [dict(map(tuple, place or [])) for place in drawn[1]["known"]]
+    first, second = drawn[1]["drawn"]
+    assert first == second
+    (shape, ids, *_), (same, logprobs, *_) = first
+    assert shape == same == [6, 3]
+    want = [known[1 + at // 3][token] for at, token in enumerate(ids)]
+    np.testing.assert_allclose(logprobs, want, atol=1e-5)
+    assert len(set(ids)) > 6
 
 
 STOPPED = """

@@ -17,7 +17,7 @@ from trainer.sdk import programs
 from trainer.sdk.saved import digest
 from trainer.sdk.wire import JSON, PROTOBUF, Model, Session, at_once, post, promised
 
-GAP_S = 3.0
+GAP_S = 6.0  # many times what operations without a gap take
 POLICY = {"gap_s": GAP_S, "checkpoint_ops": 8}
 A, B, C = [1, 40, 41, 42, 2], [1, 50, 51, 2], [1, 60, 61, 62, 63, 2]
 

@@ -117,7 +117,18 @@ def sample(said: Any) -> Spec:
         ],
         "prompt_logprobs": said.prompt_logprobs,
         "topk_prompt_logprobs": said.topk_prompt_logprobs,
+        "targets": matrix(getattr(said, "target_prompt_logprobs", None)),
+        "alternatives": [
+            matrix(getattr(getattr(said, "prompt_alt_tokens", None), name, None))
+            for name in ("tokens", "logprobs")
+        ],
     }
+
+
+def matrix(said: Any) -> Any:
+    if said is None:
+        return None
+    return [said.dtype, said.shape, said.data, said.sparse_crow_indices, said.sparse_col_indices]
 
 
 def decode_json(ask: Spec) -> Any:

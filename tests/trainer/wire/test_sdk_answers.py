@@ -35,6 +35,10 @@ def floats(values: list[float]) -> bytes:
     return np.asarray(values, dtype="<f4").tobytes()
 
 
+def longs(values: list[int]) -> bytes:
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
 def ints(values: list[int]) -> bytes:
     return np.asarray(values, dtype="<i4").tobytes()
 
@@ -123,6 +127,10 @@ SAMPLED = ops.Sampled(
     ],
     prompt_logprobs=floats([math.nan, -0.5, -0.75]),
     topk_prompt=TOPK,
+    target_prompt=ops.Cells(
+        shape=(2, 3), values=floats([-0.5]), crow=longs([0, 0, 1]), col=longs([2])
+    ),
+    alternatives=ops.TopK(k=1, length=2, tokens=ints([5, 0]), logprobs=floats([-0.5, -2.0])),
 )
 
 
@@ -142,6 +150,19 @@ def test_samples(sdk: Codec, library: str, accept: str) -> None:
     ]
     assert said["prompt_logprobs"] == [None, -0.5, -0.75]
     assert said["topk_prompt_logprobs"] == TOPK_LISTS
+    if library == "tinker":
+        assert said["targets"] == ["float32", [2, 3], [-0.5], [0, 0, 1], [2]]
+        assert said["alternatives"] == [
+            ["int64", [2, 1], [5, 0], None, None],
+            ["float32", [2, 1], [-0.5, -2.0], None, None],
+        ]
+
+
+def test_a_blank_is_no_token() -> None:
+    """What the engine has left blank along the prompt is None in JSON, too, and not token 0."""
+    blank = ops.TopK(k=1, length=2, tokens=ints([0, 5]), logprobs=floats([-99999.0, -0.5]))
+    said = json.loads(answers.result(ops.Sampled(sequences=[], topk_prompt=blank)).body)
+    assert said["topk_prompt_logprobs"] == [None, [[5, -0.5]]]
 
 
 SMALL: list[tuple[answers.Answer, str, dict[str, Any]]] = [

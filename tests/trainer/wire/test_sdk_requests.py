@@ -15,6 +15,11 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 ADAM = {"learning_rate": 0.5, "grad_clip_norm": 2}
 TOKENS = np.asarray([1, 2, 3], dtype="<i4").tobytes()
 
+
+def longs(*values: int) -> bytes:
+    return np.asarray(values, dtype="<i8").tobytes()
+
+
 SENT: list[tuple[str, str, dict[str, Any], Any]] = [
     (
         "optim_step",
@@ -185,6 +190,50 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
             ),
         ),
     ),
+    (
+        "asample",
+        "sample_request:SampleRequest",
+        {
+            "base_model": "b",
+            "prompt": PROMPT,
+            "sampling_params": {},
+            "target_prompt_logprobs": {"data": [1, -1], "dtype": "int64", "shape": [2, 1]},
+            "prompt_alt_tokens_k": 4,
+        },
+        requests.Sampling(
+            base="b",
+            op=ops.Sample(
+                prompt=TOKENS,
+                target_prompt=ops.Cells(shape=(2, 1), values=longs(1, -1)),
+                prompt_alternatives=4,
+            ),
+        ),
+    ),
+    (
+        "asample",
+        "sample_request:SampleRequest",
+        {
+            "base_model": "b",
+            "prompt": PROMPT,
+            "sampling_params": {},
+            "target_prompt_logprobs": {
+                "data": [7],
+                "dtype": "int64",
+                "shape": [2, 3],
+                "sparse_crow_indices": [0, 0, 1],
+                "sparse_col_indices": [2],
+            },
+        },
+        requests.Sampling(
+            base="b",
+            op=ops.Sample(
+                prompt=TOKENS,
+                target_prompt=ops.Cells(
+                    shape=(2, 3), values=longs(7), crow=longs(0, 0, 1), col=longs(2)
+                ),
+            ),
+        ),
+    ),
 ]
 
 
@@ -244,18 +293,11 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "asample",
         "tinker",
         "SampleRequest",
-        {"base_model": "b", "prompt": PROMPT, "sampling_params": {}, "prompt_alt_tokens_k": 1},
-        "prompt_alt_tokens_k",
-    ),
-    (
-        "asample",
-        "tinker",
-        "SampleRequest",
         {
             "base_model": "b", "prompt": PROMPT, "sampling_params": {},
-            "target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]},
+            "target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]},
         },
-        "target_prompt_logprobs",
+        r"it has 2 rows",
     ),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ key holds is a function of key, generation and size, so that anybody can check i
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -138,6 +139,16 @@ def keeper(url: str, sizes: dict[str, int], generation: int) -> None:
         say("ready")
         while word := told():
             say("deleted", answer=store.delete(word.split(",")))
+
+
+def visitor(url: str, rounds: int) -> None:
+    """Come, put a lot, delete it, leave; again and again."""
+    for n in range(rounds):
+        with connect(url, QUICK) as store:
+            keys = [f"visit-{os.getpid()}-{n}-{at}" for at in range(16)]
+            store.put({key: content(key, 1, 250_000) for key in keys})
+            say("round")
+            store.delete(keys)
 
 
 def viewer(url: str, keys: list[str], generation: int, size: int, rounds: int) -> None:
@@ -325,7 +336,8 @@ class Book:
 
 
 CHILDREN: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (busy, keeper, viewer, getter, racer, storm_writer, storm_reader)
+    one.__name__: one
+    for one in (busy, keeper, visitor, viewer, getter, racer, storm_writer, storm_reader)
 }
 
 if __name__ == "__main__":

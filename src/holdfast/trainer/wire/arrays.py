@@ -13,11 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import Mistake, TooLarge
-from holdfast.trainer.ops import Tensor
+from holdfast.trainer.ops import Cells, Tensor
 from holdfast.trainer.wire import schema
 from holdfast.trainer.wire.body import Limits
 
-__all__ = ["Budget", "tensor_from_lists", "tensor_from_message", "tokens_from_list"]
+__all__ = [
+    "Budget",
+    "cells_from_lists",
+    "tensor_from_lists",
+    "tensor_from_message",
+    "tokens_from_list",
+]
 
 Array = npt.NDArray[Any]
 
@@ -29,6 +35,7 @@ _STORED = {
     schema.DTYPES["bfloat16"]: _HALF,
 }
 _MAX_RANK = 4
+_TOGETHER = "sparse_crow_indices and sparse_col_indices belong together"
 
 
 class Budget:
@@ -90,12 +97,38 @@ def tensor_from_lists(
     """A tensor as JSON has it: flat lists. Without a shape it is one-dimensional."""
     values = _numbers(data) if dtype == "float32" else _integers(data, "data")
     if (crow is None) != (col is None):
-        raise Mistake("sparse_crow_indices and sparse_col_indices belong together")
+        raise Mistake(_TOGETHER)
     given = None if shape is None else tuple(shape)
     if crow is None or col is None:
         return _dense(values, given, budget)
     crows = _integers(crow, "sparse_crow_indices")
     return _sparse(values, given, crows, _integers(col, "sparse_col_indices"), budget)
+
+
+def cells_from_lists(
+    data: Sequence[float],
+    shape: Sequence[int] | None,
+    crow: Sequence[int] | None,
+    col: Sequence[int] | None,
+    budget: Budget,
+) -> Cells:
+    """Integers of a matrix as JSON has them, in the layout in which they came."""
+    if shape is None or len(shape) != 2:
+        raise Mistake("a shape of two dimensions is needed")
+    rows, columns = shape
+    values = _integers(data, "data")
+    if crow is None or col is None:
+        if (crow is None) != (col is None):
+            raise Mistake(_TOGETHER)
+        return Cells(shape=(rows, columns), values=_dense(values, (rows, columns), budget).data)
+    crows, cols = _integers(crow, "sparse_crow_indices"), _integers(col, "sparse_col_indices")
+    _checked_rows(values, (rows, columns), crows, cols, budget)
+    return Cells(
+        shape=(rows, columns),
+        values=values.tobytes(),
+        crow=crows.tobytes(),
+        col=cols.tobytes(),
+    )
 
 
 def _raw(data: bytes, dtype: "np.dtype[Any]") -> Array:
@@ -147,7 +180,17 @@ def _dense(values: Array, shape: tuple[int, ...] | None, budget: Budget) -> Tens
 def _sparse(
     values: Array, shape: tuple[int, ...] | None, crow: Array, col: Array, budget: Budget
 ) -> Tensor:
-    """Compressed rows: row `r` has the columns `col[crow[r]:crow[r + 1]]`; the rest is 0."""
+    """What compressed rows do not name is 0."""
+    shape, row = _checked_rows(values, shape, crow, col, budget)
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[row, col] = values
+    return _tensor(dense, shape)
+
+
+def _checked_rows(
+    values: Array, shape: tuple[int, ...] | None, crow: Array, col: Array, budget: Budget
+) -> tuple[tuple[int, int], Array]:
+    """The row of every value: row `r` has the columns `col[crow[r]:crow[r + 1]]`."""
     if shape is None or len(shape) != 2:
         raise Mistake("a sparse tensor needs a shape of two dimensions")
     _checked(shape, budget)
@@ -162,9 +205,7 @@ def _sparse(
     row = np.repeat(np.arange(rows), np.diff(crow))
     if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
         raise Mistake("col_indices must go up within a row")
-    dense = np.zeros(shape, dtype=values.dtype)
-    dense[row, col] = values
-    return _tensor(dense, shape)
+    return (rows, columns), row
 
 
 def _tensor(values: Array, shape: tuple[int, ...]) -> Tensor:

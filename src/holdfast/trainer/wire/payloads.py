@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.trainer.ops import Output, Sampled, Tensor, TopK
+from holdfast.trainer.ops import Cells, Output, Sampled, Tensor, TopK
 from holdfast.trainer.wire import schema
 
 __all__ = ["output_json", "output_message", "sample_json", "sample_message"]
@@ -90,7 +90,28 @@ def sample_message(sampled: Sampled) -> bytes:
         message.prompt_logprobs = sampled.prompt_logprobs
     if sampled.topk_prompt is not None:
         _fill_topk(message.topk_prompt_logprobs, sampled.topk_prompt)
+    if sampled.target_prompt is not None:
+        _fill_cells(message.target_prompt_logprobs, sampled.target_prompt)
+    if sampled.alternatives is not None:
+        drawn = sampled.alternatives
+        for field, dtype, data in (
+            (message.prompt_alt_tokens.tokens, "int32", drawn.tokens),
+            (message.prompt_alt_tokens.logprobs, "float32", drawn.logprobs),
+        ):
+            field.dense, field.dtype = data, schema.DTYPES[dtype]
+            field.shape.extend((drawn.length, drawn.k))
     return bytes(message.SerializeToString(deterministic=True))
+
+
+def _fill_cells(message: Any, cells: Cells) -> None:
+    message.dtype = schema.DTYPES["float32"]
+    message.shape.extend(cells.shape)
+    if cells.crow is None or cells.col is None:
+        message.dense = cells.values
+        return
+    message.sparse_csr.values = cells.values
+    message.sparse_csr.crow_indices = cells.crow
+    message.sparse_csr.col_indices = cells.col
 
 
 def _fill_topk(message: Any, topk: TopK) -> None:
@@ -121,6 +142,26 @@ def sample_json(sampled: Sampled) -> dict[str, Any]:
         said["prompt_logprobs"] = _list(sampled.prompt_logprobs)
     if sampled.topk_prompt is not None:
         said["topk_prompt_logprobs"] = _topk_lists(sampled.topk_prompt)
+    if sampled.target_prompt is not None:
+        said["target_prompt_logprobs"] = _cells_json(sampled.target_prompt)
+    if sampled.alternatives is not None:
+        drawn, shape = sampled.alternatives, [sampled.alternatives.length, sampled.alternatives.k]
+        said["prompt_alt_tokens"] = {
+            "tokens": {"data": _tokens(drawn.tokens), "dtype": "int64", "shape": shape},
+            "logprobs": {"data": _list(drawn.logprobs), "dtype": "float32", "shape": shape},
+        }
+    return said
+
+
+def _cells_json(cells: Cells) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "data": _list(cells.values),
+        "dtype": "float32",
+        "shape": list(cells.shape),
+    }
+    if cells.crow is not None and cells.col is not None:
+        said["sparse_crow_indices"] = _list(cells.crow, "int64")
+        said["sparse_col_indices"] = _list(cells.col, "int64")
     return said
 
 
@@ -128,4 +169,8 @@ def _topk_lists(topk: TopK) -> list[list[tuple[int, float]] | None]:
     """Per place its tokens with their log probabilities; None where nothing was scored."""
     pairs = list(zip(_tokens(topk.tokens), _list(topk.logprobs), strict=True))
     rows = [pairs[at : at + topk.k] for at in range(0, topk.length * topk.k, max(1, topk.k))]
-    return [[pair for pair in row if not math.isnan(pair[1])] or None for row in rows]
+    return [[pair for pair in row if not _is_missing(pair[1])] or None for row in rows]
+
+
+def _is_missing(logprob: float) -> bool:
+    return math.isnan(logprob) or logprob == _NO_LOGPROB

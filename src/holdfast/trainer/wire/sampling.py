@@ -10,9 +10,10 @@ from typing import Annotated
 import msgspec
 
 from holdfast.errors import Mistake, TooLarge
-from holdfast.trainer.ops import Sample
+from holdfast.trainer.ops import Cells, Sample
+from holdfast.trainer.wire.arrays import Budget, cells_from_lists
 from holdfast.trainer.wire.body import DEFAULT_LIMITS, Id, Limits, decode
-from holdfast.trainer.wire.data import ModelInput, tokens_of
+from holdfast.trainer.wire.data import ModelInput, TensorData, tokens_of
 
 __all__ = [
     "MultiPoll",
@@ -98,8 +99,8 @@ class _Sample(msgspec.Struct):
     topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0)] = 0
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    target_prompt_logprobs: msgspec.Raw | None = None
-    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     record_stability_info: bool | None = None
 
 
@@ -165,10 +166,8 @@ def _sample(ask: _Sample, limits: Limits) -> Sample:
         raise TooLarge(f"`num_samples` is {ask.num_samples}; {limits.samples} are allowed")
     if max(ask.topk_prompt_logprobs, ask.topk_sample_logprobs) > limits.topk:
         raise TooLarge(f"the likeliest {limits.topk} tokens can be asked for, not more")
-    if ask.target_prompt_logprobs not in (None, msgspec.Raw(b"null")):
-        raise Mistake("`target_prompt_logprobs` is not supported: use forward")
-    if ask.prompt_alt_tokens_k:
-        raise Mistake("`prompt_alt_tokens_k` is not supported")
+    if ask.prompt_alt_tokens_k > limits.topk:
+        raise TooLarge(f"`prompt_alt_tokens_k` is at most {limits.topk}")
     if ask.record_stability_info:
         raise Mistake("`record_stability_info` serves stable_reinforce, which is not supported")
     prompt = tokens_of(ask.prompt)
@@ -180,6 +179,9 @@ def _sample(ask: _Sample, limits: Limits) -> Sample:
         raise Mistake(
             "`prompt_logprobs_last_n` needs `prompt_logprobs`, and a prompt that is longer"
         )
+    targets = None
+    if ask.target_prompt_logprobs is not None:
+        targets = _targets(ask.target_prompt_logprobs, length, limits)
     params = ask.sampling_params
     if params.top_k == 0:
         raise Mistake("`top_k` is a number of tokens, or -1 for all of them")
@@ -198,7 +200,33 @@ def _sample(ask: _Sample, limits: Limits) -> Sample:
         prompt_logprobs_last_n=last,
         topk_prompt_logprobs=ask.topk_prompt_logprobs,
         topk_sample_logprobs=ask.topk_sample_logprobs,
+        target_prompt=targets,
+        prompt_alternatives=ask.prompt_alt_tokens_k,
     )
+
+
+def _targets(given: TensorData, length: int, limits: Limits) -> Cells:
+    """The tokens to score at the places of a prompt: [length - 1, K], -1 for none."""
+    if given.dtype != "int64":
+        raise Mistake("`target_prompt_logprobs` has token ids: its dtype is int64")
+    try:
+        cells = cells_from_lists(
+            given.data,
+            given.shape,
+            given.sparse_crow_indices,
+            given.sparse_col_indices,
+            Budget(limits),
+        )
+    except Mistake as error:
+        raise Mistake(f"`target_prompt_logprobs`: {error}") from error
+    if cells.shape[0] != length - 1 or cells.shape[1] > limits.topk:
+        raise Mistake(
+            f"`target_prompt_logprobs` has shape {list(cells.shape)}: for a prompt of {length} "
+            f"tokens it has {length - 1} rows, and at most {limits.topk} columns"
+        )
+    if all(token == -1 for token in given.data):
+        raise Mistake("`target_prompt_logprobs` names no token")
+    return cells
 
 
 def _stops(

@@ -53,7 +53,9 @@ MESSAGES = {
     "BatchedTensor": "data=1 bytes, offsets=2 bytes, dtype=3 DType, trailing_shape=4 *int64",
     "SampleResponse": """
         sequences=1 *SampledSequence, prompt_logprobs=2 ?bytes,
-        topk_prompt_logprobs=3 ?TopkLogprobs, prompt_cache_hit_tokens=4 int32""",
+        topk_prompt_logprobs=3 ?TopkLogprobs, prompt_cache_hit_tokens=4 int32,
+        target_prompt_logprobs=5 ?Tensor, prompt_alt_tokens=6 ?PromptAltTokens""",
+    "PromptAltTokens": "tokens=1 Tensor, logprobs=2 Tensor",
     "SampledSequence": """
         stop_reason=1 StopReason, tokens=2 bytes, logprobs=3 ?bytes,
         topk_sampled_logprobs=4 ?TopkLogprobs""",

@@ -100,6 +100,7 @@ class Tidying:
             await desk.runtime.ledger.txn([], [Delete(key)], [])
         await self._strays()
         await self._orphans()
+        await self._store.atrim()
 
     async def _strays(self) -> None:
         """Release claims of this life that nobody here has: their answers were lost."""

@@ -29,6 +29,8 @@ segments that they are about.
   that four values of 16M fit into 64M.
 - Memory that one process does not use can be used by another: an empty segment of anybody,
   living or dead, may be given back to the system, under its lock.
+- Empty memory is warm memory, and stays so while there is work. It is given back when a session
+  ends (its own, and that of the dead), or when `trim` has found it empty and untouched twice.
 
 **Where it ends.** Values are not written to disk: a reboot loses them. Whoever can write to the
 folder can destroy it; it belongs to one user. A `get` that is overtaken by a reuse fails its
@@ -45,14 +47,19 @@ from holdfast.transfer.shm.backend import ShmBackend
 from holdfast.transfer.shm.folder import Listed, parse_size, remove, stores
 from holdfast.transfer.url import options
 
-__all__ = ["Listed", "from_url", "remove", "stores"]
+__all__ = ["Listed", "from_url", "remove", "store_name", "stores"]
 
 
 def from_url(url: str) -> Backend:
     """The back end of `shm://NAME[?budget=4G&segment=64M]`."""
     found = options(url, {"budget", "segment"})
+    sizes = {what: parse_size(text, what) for what, text in found.items()}
+    return ShmBackend(store_name(url), sizes.get("segment"), sizes.get("budget"))
+
+
+def store_name(url: str) -> str:
+    """The NAME in `shm://NAME`."""
     parts = urlsplit(url)
     if parts.path not in ("", "/") or parts.fragment:
         raise Mistake(f"{url!r}: use shm://NAME, without a path")
-    sizes = {what: parse_size(text, what) for what, text in found.items()}
-    return ShmBackend(unquote(parts.netloc), sizes.get("segment"), sizes.get("budget"))
+    return unquote(parts.netloc)

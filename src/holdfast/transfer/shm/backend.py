@@ -45,6 +45,7 @@ class ShmBackend(Backend):
             raise Mistake(f"the store {self._name} has been closed")
         if self._session is None:
             self._session = Session(self._name, None, None)
+        self._session.check()
         return self._session
 
     def forked(self) -> None:
@@ -216,6 +217,10 @@ class ShmBackend(Backend):
             keys = sum(len(positions) for _, positions, _ in found)
             nbytes = sum(int(batch.sizes[positions].sum()) for batch, positions, _ in found)
             return Stat(keys, nbytes, session.room.taken(), session.config.budget)
+
+    def trim(self) -> int:
+        """Give back memory that was empty at the last call and was not used since."""
+        return self.session().trim()
 
     def close(self) -> None:
         """Let go of the slot, of locks and of maps. What was put stays."""

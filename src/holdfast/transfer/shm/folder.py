@@ -213,17 +213,17 @@ def _users(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(pid for pid in found if pid > 0))
 
 
-def remove(name: str) -> bool:
-    """Remove a store that nobody has open. False if somebody has."""
+def remove(name: str, *, force: bool = False) -> bool:
+    """Remove a store that nobody has open. False if somebody has, unless it is forced."""
     folder = _base() / check_name(name)
     for _ in range(_ATTEMPTS):
         locks = Locks(folder)
         try:
             # Made if it is missing: without its lock, somebody may be opening the store now.
             fd = locks.take("users", exclusive=True, create=True)
-            if fd is None:
+            if fd is None and not force:
                 return False
-            if _is_current(folder, fd):
+            if fd is None or _is_current(folder, fd):
                 # A new name first: whoever opens the old one from now on makes a new store.
                 folder.rename(folder.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}"))
                 break

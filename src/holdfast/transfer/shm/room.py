@@ -5,6 +5,10 @@ anew while it is warm; a new segment, as long as the budget allows; the segments
 memory of segments in which nothing lives, whoever owns them, given back to the system; and at
 last compaction. Then there is none: `NoRoom`.
 
+Empty segments stay warm only while there is work: `trim` gives back those of dead owners and
+of this session when it ends, and anybody's that was empty at one `trim` and is untouched at
+the next.
+
 Files are never cut or removed, because others may have them mapped: the memory behind them
 is given back, and reads as zeros from then on. The budget counts memory, not file sizes.
 
@@ -55,6 +59,8 @@ class Room:
         self._reserve = self._segment if config.budget >= 4 * self._segment else 0
         self._busy: set[str] = set()
         self._refused = ""
+        self._idle: dict[str, tuple[int, int]] = {}
+        """Segments that were empty at the last `trim`, with their life and newest batch."""
 
     def find(self, need: int) -> Segment:
         """A segment that is open and has at least `need` free bytes."""
@@ -229,12 +235,45 @@ class Room:
             self._catalog.refresh()
             if segment.table.life(segment.number) != segment.life or segment.living():
                 return 0
-            # The dead-bytes stay: readers who still know these values must see them dead.
+            # The dead-bytes stay: readers who still know these values must see them dead. Where
+            # they begin is known to those who have read every batch.
+            if segment.last != segment.table.last(segment.number):
+                return 0
             freed = segment.give_back(0, segment.low // PAGE * PAGE)
             faults.point(RELEASED)
             return freed
         finally:
             self._locks.drop(fd)
+
+    def trim(self, *, ending: bool = False) -> int:
+        """Give back the memory of idle segments, or of all that nobody can want, at the end.
+
+        Returns the bytes. A death at any point loses nothing: only what is dead is touched.
+        """
+        self._catalog.refresh()
+        empty = {
+            one: (one.life, one.last)
+            for one in self._catalog.segments.values()
+            if not one.living() and one.taken() > 2 * PAGE
+        }
+        if ending:
+            ours = {slot: self._is_left(slot) for slot in {one.slot for one in empty}}
+            chosen = [one for one in empty if ours[one.slot]]
+        else:
+            chosen = [one for one, seen in empty.items() if self._idle.get(one.name) == seen]
+        self._idle = {one.name: seen for one, seen in empty.items()}
+        if self._writer.open in chosen:
+            self._writer.close_segment()
+        return sum(map(self._release, chosen))
+
+    def _is_left(self, slot: int) -> bool:
+        """Whether a slot is ours or has no living owner."""
+        if slot in self._writer.slots:
+            return True
+        fd = self._locks.take(f"w{slot}", exclusive=True)
+        if fd is not None:
+            self._locks.drop(fd)
+        return fd is not None
 
     # Compaction
 

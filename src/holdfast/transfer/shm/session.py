@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from holdfast import faults
-from holdfast.errors import NoRoom, NotFound, TooLarge
+from holdfast.errors import Corrupt, Gone, NoRoom, NotFound, TooLarge
 from holdfast.transfer.backend import Bytes, Frame
 from holdfast.transfer.frame import ALIGN
 from holdfast.transfer.rows import RowFrames
@@ -49,11 +49,25 @@ class Session:
         self.folder, self.locks, self.config = open_folder(name, segment, budget)
         try:
             self.catalog = Catalog(self.folder)
+            self._board = self.folder / "board"
+            self._inode = self._board.stat().st_ino
         except BaseException:
             self.locks.abandon()
             raise
         self.writer = Writer(self.catalog, self.locks)
         self.room = Room(self.catalog, self.locks, self.writer, self.config)
+
+    def check(self) -> None:
+        """Raise `Gone` when the store was removed under this session."""
+        try:
+            if self._board.stat().st_ino == self._inode:
+                return
+        except FileNotFoundError:
+            pass
+        raise Gone(
+            f"{self.folder}: the store was removed while this process had it open, and its "
+            "values with it (`holdfast transfer rm --force`?): connect again"
+        )
 
     # Reading
 
@@ -143,11 +157,22 @@ class Session:
             self.writer.commit(draft)
         return to
 
+    def trim(self) -> int:
+        """Give back memory that has been empty since the last time. Returns the bytes."""
+        with self.writing, self.mutex:
+            return self.room.trim()
+
     def close(self) -> None:
-        """Let go of all locks. Maps go when nobody uses them any more."""
+        """Let go of empty memory and of all locks. Maps go when nobody uses them any more."""
         with self.writing, self.mutex:
             self.writer.close_segment()
-            self.locks.abandon(keep=self.viewing)
+            try:
+                if self.catalog.segments:  # otherwise this session has never looked
+                    self.room.trim(ending=True)
+            except (OSError, Corrupt):
+                pass  # the store was removed, or is broken: there is nothing to save
+            finally:
+                self.locks.abandon(keep=self.viewing)
 
 
 class FrameItems:
