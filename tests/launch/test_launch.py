@@ -45,7 +45,7 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path, url: str) -> None:
 
 
 def test_exit_codes_of_a_run_that_fails(tmp_path: Path, url: str) -> None:
-    """A worker that exits at once uses up its budget; everybody hears which rank, how and why."""
+    """A rank that exits at once on every node uses up the budget; all hear which, how and why."""
     flags = ["--spares", "1", "--max-restarts", "1", *QUICK]
     program = shell('echo "rank $RANK has had enough" >&2; [ $RANK = 0 ] || sleep 60; exit 7')
     with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
@@ -54,7 +54,7 @@ def test_exit_codes_of_a_run_that_fails(tmp_path: Path, url: str) -> None:
         assert [here.agents[name].code(40) for name in ("n0", "n1", "n2")] == [1, 1, 1]
         for name in ("n0", "n1", "n2"):
             said = here.agents[name].log.read_text()
-            assert "has failed after 2 cycles" in said
+            assert "has failed after 4 cycles" in said  # two tries on n0, two on the spare
             assert "rank 0" in said
             assert "exit code 7" in said
             assert "rank 0 has had enough" in said
@@ -62,6 +62,32 @@ def test_exit_codes_of_a_run_that_fails(tmp_path: Path, url: str) -> None:
         said = here.agents["n7"].log.read_text()
         assert "NOTHING WAS STARTED: the run 'r' failed" in said
         assert "exit code 7" in said
+
+
+def test_a_node_whose_workers_always_fail_gives_its_rank_to_a_spare(
+    tmp_path: Path, url: str
+) -> None:
+    """It costs two failures and nothing of the budget; the run ends with 0 on every node."""
+    flags = ["--spares", "1", "--max-restarts", "1", *QUICK]
+    program = shell(
+        f'[ -z "$BAD" ] || exit 7; echo $HOLDFAST_NODE >> {tmp_path}/began; '
+        f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
+    )
+    with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
+        for name in ("n0", "n1", "n2"):
+            here.start(name, *program, env={"BAD": "1"} if name == "n0" else {})
+        began = tmp_path / "began"
+        here.until("spare", lambda: began.exists() and "n2" in began.read_text())
+        shown = holdfast("status", "r", url=url).stdout
+        assert "1 parked" in shown
+        assert "0 of 1 restarts used" in shown
+        assert "n0: its workers were the first to fail, twice in a row" in shown
+        (tmp_path / "go").touch()
+        assert [here.agents[name].code(20) for name in ("n0", "n1", "n2")] == [0, 0, 0]
+        said = here.agents["n0"].log.read_text()
+        assert "this node comes after all spares from now on" in said
+        assert "exit code 7" in said
+        assert "has succeeded after 3 cycles" in said
 
 
 def test_a_node_that_is_terminated_leaves_and_the_run_goes_on(tmp_path: Path, url: str) -> None:

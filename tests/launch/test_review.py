@@ -98,12 +98,14 @@ async def test_a_new_cycle_in_the_middle_of_a_stop_leaves_no_worker_behind(
     text = text.replace("{ until", "{{ until").replace("exit 3; }", "exit 3; }}") + DEAF
     async with a_crew(tmp_path, text, grace_s=1.0) as (crew, _, _plan):
         await crew.start(PLACE)
-        work = asyncio.create_task(crew.outcome())
-        await auntil((tmp_path / "pids").exists, "a worker")
+        async with asyncio.timeout(HANG_S):
+            cause = await crew.outcome()
         [pid] = numbers(tmp_path / "pids", 1)
+        assert alive(pid), "the failure is reported before anything is stopped"
+        stop = asyncio.create_task(crew.stop(cause))
         await auntil(lambda: crew._workers is None or crew._workers._stopping, "a stop")
-        work.cancel()
-        await asyncio.wait([work])
+        stop.cancel()
+        await asyncio.wait([stop])
         await crew.stop(Cause(kind="failed"))
         assert not alive(pid)
 

@@ -27,6 +27,7 @@ class Crew:
         self.places: list[Place] = []
         self.working = False
         self.stops: list[Cause | None] = []
+        self.parkings: list[str] = []
         self._end: asyncio.Future[Cause | None] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
 
@@ -51,6 +52,9 @@ class Crew:
     async def leaving(self) -> str:
         await self._leave.wait()
         return "asked to"
+
+    def parked(self, reason: str) -> None:
+        self.parkings.append(reason)
 
     def end(self, cause: Cause | None = None) -> None:
         """The workers end: with success, or for a cause."""

@@ -118,6 +118,7 @@ class NodeCrew:
         self._files: CycleLogs | None = None
         self._refill: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
+        self._told_stacks = False
         self._held: procs.HeldPort | None = None
         warden.failed.add_done_callback(lambda why: self.leave(Leaving(why.result(), _UNABLE)))
 
@@ -159,7 +160,7 @@ class NodeCrew:
             f"ranks {place.first_rank} to {place.first_rank + place.slots - 1} "
             f"of {place.world_size}"
         )
-        self._until_s, self._late = math.inf, False
+        self._until_s, self._late, self._told_stacks = math.inf, False, False
         self._files = self._logs.cycle(seat)
         self._workers = await Workers.start(
             self._spec, seat, self._pool, self._files, guard=self._guard
@@ -198,7 +199,8 @@ class NodeCrew:
         finally:
             ended.cancel()
             hangs.cancel()
-        await self._collect(0.0 if cause is None else self._settings.grace_s)
+        if cause is None:
+            await self._collect(0.0)
         events.emit(
             CrewEnded(
                 run=self._settings.run, cycle=workers.seat.cycle, cause=str(cause) if cause else ""
@@ -208,7 +210,8 @@ class NodeCrew:
 
     async def stop(self, cause: Cause | None) -> None:
         """Stop whatever runs; before that, tell where it was if something hangs."""
-        if self._workers is not None and cause is not None and cause.kind == "hung":
+        is_hung = cause is not None and cause.kind == "hung"
+        if self._workers is not None and is_hung and not self._told_stacks:
             await self._tell_stacks(self._workers)
         await self._collect(self._settings.grace_s)
 
@@ -221,6 +224,12 @@ class NodeCrew:
             checkups.cancel()
         assert self.left is not None
         return self.left.reason
+
+    def parked(self, reason: str) -> None:
+        """Say why this node comes after all others from now on."""
+        self._say(
+            f"this node comes after all spares from now on, until it is started again: {reason}"
+        )
 
     # ---- what the agent does ---------------------------------------------------
 
@@ -292,6 +301,7 @@ class NodeCrew:
                 return str(found)
 
     async def _tell_stacks(self, workers: Workers) -> None:
+        self._told_stacks = True
         text = await hang.dump(workers.workers)
         assert self._files is not None
         path = self._files.folder / f"stacks_{self._settings.node}.txt"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from holdfast.ledger.records import Stored
 from holdfast.ledger.runtime import Runtime
-from holdfast.rendezvous.records import Cause, Cycle
+from holdfast.rendezvous.records import Cause, Cycle, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 
 __all__ = ["Crew", "attend"]
@@ -27,13 +27,19 @@ class Crew(Protocol):
         """Start workers for a place."""
 
     async def outcome(self) -> Cause | None:
-        """Wait until the workers have ended: None when all have succeeded."""
+        """Wait until the workers have ended: None when all have succeeded and nothing is left.
+
+        With a cause others may still run: `stop` is called once the cause was reported.
+        """
 
     async def stop(self, cause: Cause | None) -> None:
         """Stop whatever runs. `cause`: why, if it is for a new cycle."""
 
     async def leaving(self) -> str:
         """Wait until this node is to leave the run; returns why."""
+
+    def parked(self, reason: str) -> None:
+        """This node comes after all others from now on; told once."""
 
 
 async def attend(runtime: Runtime, rendezvous: Rendezvous, crew: Crew) -> Cycle | None:
@@ -51,6 +57,8 @@ class _Attendance:
         self._rendezvous = rendezvous
         self._crew = crew
         self._started = 0
+        self._is_up = False
+        self._parked: Parked | None = None
         self._ready = rendezvous.head.record.number
         self._work: asyncio.Task[Cause | None] | None = None
         self._leaving = runtime.spawn(crew.leaving(), name="leaving")
@@ -78,7 +86,11 @@ class _Attendance:
     async def _follow(self, head: Stored[Cycle]) -> None:
         """Do what a cycle asks of this node."""
         number = head.record.number
-        if number != self._started and self._work is not None:
+        parked = self._rendezvous.parked(head)
+        if parked is not None and parked != self._parked:
+            self._crew.parked(parked.reason)
+        self._parked = parked
+        if number != self._started and self._is_up:
             await self._rendezvous.heard(head)
             await self._stop(head.record.cause)
         if number != self._ready:
@@ -86,11 +98,13 @@ class _Attendance:
             self._ready = number
         place = self._rendezvous.place(head)
         if place is not None and number != self._started:
-            self._started = number
+            self._started, self._is_up = number, True
             await self._crew.start(place)
             self._work = self._runtime.spawn(self._crew.outcome(), name="work")
 
     async def _report(self, head: Stored[Cycle], cause: Cause | None) -> None:
+        """Tell how it went, before anything is stopped: the first report says who failed first."""
+        self._is_up = cause is not None
         if head.record.number != self._started:
             return
         if cause is None:
@@ -111,6 +125,7 @@ class _Attendance:
             work.cancel()
             await asyncio.wait((work,))  # it may be in the middle of stopping them itself
         await self._crew.stop(cause)
+        self._is_up = False
 
     async def close(self) -> None:
         self._leaving.cancel()

@@ -18,7 +18,7 @@ from holdfast.ledger.records import Stored
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, unchanged
 from holdfast.rendezvous.board import Board
-from holdfast.rendezvous.decide import Clock, Wait, decide, seating
+from holdfast.rendezvous.decide import Clock, Wait, decide, seating, unreached
 from holdfast.rendezvous.records import Cycle, Keys, put_cycle
 
 __all__ = ["Duty"]
@@ -51,6 +51,7 @@ class Duty:
         self._wake = asyncio.Event()
         self._number, self._open_since = open_since
         self._enough_since: float | None = None
+        self._unreached_since: float | None = None
 
     async def run(self) -> None:
         """Look, decide, commit, until the run has ended."""
@@ -107,12 +108,17 @@ class Duty:
         assert view is not None
         if view.cycle.number != self._number:
             self._number, self._open_since, self._enough_since = view.cycle.number, now, None
+        if not unreached(view):
+            self._unreached_since = None
+        elif self._unreached_since is None:
+            self._unreached_since = now
         if view.cycle.state != "open" or view.cycle.members or seating(view) is None:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
         enough_s = 0.0 if self._enough_since is None else now - self._enough_since
-        return Clock(now - self._open_since, enough_s, self._unix())
+        unreached_s = 0.0 if self._unreached_since is None else now - self._unreached_since
+        return Clock(now - self._open_since, enough_s, unreached_s, self._unix())
 
     async def _still(self, stored: Stored[Cycle], verdict: Cycle) -> bool:
         """Whether it is the membership of this moment: a watch lags, and the dead get no rank."""

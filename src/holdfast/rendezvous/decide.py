@@ -10,7 +10,13 @@ how late.
   belongs to another life of the node), unless that member had finished; when a member asked for
   it (`restart`); or when more nodes are there than it has, and the rules want them.
 - It succeeds when every member has finished. That is recorded before anybody leaves.
-- The run fails when the restarts are used up, or when too few nodes come.
+- A node that keeps the others from their work is *parked*: a spare takes its rank, and it comes
+  after all others. That is a node whose workers were the first to fail twice in a row, if a spare
+  can take its place; a rank 0 that most of the other members do not reach; and a member that does
+  not reach a rank 0 that others do reach. Which node failed first is decided by the ledger's
+  order: the first report ends the cycle, all later ones find that it has ended.
+- The run fails when the restarts are used up, or when too few nodes come. The failures for which
+  a node is parked are not counted: each life of a node is parked at most once for each reason.
 - A run that has grown before grows again only when its cycle has lasted for a while, longer each
   time: a node that comes and goes, or answers too late, cannot keep the others from their work.
 """
@@ -19,10 +25,25 @@ from collections.abc import Mapping, Set
 
 import msgspec
 
-from holdfast.rendezvous.ranks import Ready, Seating, assign
-from holdfast.rendezvous.records import Cause, Cycle, Node, Rules
+from holdfast.rendezvous.ranks import UNREACHABLE, Ready, Seating, seat
+from holdfast.rendezvous.records import Cause, Cycle, Member, Node, Parked, Rules
 
-__all__ = ["Clock", "View", "Wait", "begin", "decide", "restart", "seating"]
+__all__ = [
+    "Clock",
+    "View",
+    "Wait",
+    "begin",
+    "decide",
+    "restart",
+    "seating",
+    "suspect",
+    "unreached",
+]
+
+ISOLATED = "isolated"
+_FAILURES = ("failed", "hung")
+_REPORTS_S = 15.0
+"""How long after the first member that does not reach rank 0 the others may report it, too."""
 
 _HISTORY_MAX = 20
 _DETAIL_CHARS = 2000
@@ -48,6 +69,8 @@ class Clock(msgspec.Struct, frozen=True):
     """since the cycle is open"""
     enough_s: float = 0.0
     """since enough nodes are ready"""
+    unreached_s: float = 0.0
+    """since a member has reported that it does not reach rank 0"""
     unix_s: float = 0.0
     """The time of day, for people and for the budget of restarts."""
 
@@ -71,7 +94,30 @@ def seating(view: View) -> Seating | None:
         for name, (life, node) in view.nodes.items()
         if node.cycle == view.cycle.number and name not in view.drained
     ]
-    return assign(ready, view.cycle.members, view.cycle.rules)
+    return seat(ready, view.cycle.members, view.cycle.rules, view.cycle.parked)
+
+
+def unreached(view: View) -> tuple[str, ...]:
+    """The members of the running cycle that have reported that they do not reach rank 0."""
+    if view.cycle.state != "running":
+        return ()
+    return tuple(
+        member.name
+        for member in view.cycle.members[1:]
+        if (there := view.nodes.get(member.name)) is not None
+        and there[0] == member.life
+        and there[1].unreached == view.cycle.number
+    )
+
+
+def suspect(cycle: Cycle, cause: Cause) -> bool:
+    """Whether this failure is the second in a row of one node, which is not parked yet."""
+    last = next((one for one in reversed(cycle.history) if one.kind in _FAILURES), None)
+    member = _member(cycle, cause.node)
+    if last is None or member is None or cause.kind not in _FAILURES or last.node != cause.node:
+        return False
+    mark = cycle.mark(member.name, member.life)
+    return mark is None or mark.kind == UNREACHABLE
 
 
 def decide(view: View, clock: Clock) -> Cycle | Wait:
@@ -83,15 +129,20 @@ def decide(view: View, clock: Clock) -> Cycle | Wait:
     return Wait()
 
 
-def restart(cycle: Cycle, cause: Cause) -> Cycle:
-    """The record after a cycle was ended for `cause`: the next cycle, or the end of the run."""
+def restart(cycle: Cycle, cause: Cause, view: View | None = None) -> Cycle:
+    """The record after a cycle was ended for `cause`: the next cycle, or the end of the run.
+
+    `view` is needed where a node may be parked: it shows whether a spare can take its rank.
+    """
     if cycle.final:
         return cycle
     detail = cause.detail[:_DETAIL_CHARS].encode(errors="replace").decode()  # it may be anything
     cause = msgspec.structs.replace(cause, cycle=cycle.number, detail=detail)
     history = (*cycle.history, cause)[-_HISTORY_MAX:]
-    restarts = cycle.restarts
-    if cause.kind in ("failed", "hung"):
+    restarts, parked = cycle.restarts, _park(cycle, cause, view)
+    if parked != cycle.parked:
+        restarts = _refund(cycle, cause)
+    elif cause.kind in (*_FAILURES, UNREACHABLE, ISOLATED):
         window_s = cycle.rules.restart_window_s
         recent = [at for at in restarts if not window_s or cause.at - at < window_s]
         if len(recent) >= cycle.rules.max_restarts:
@@ -105,7 +156,55 @@ def restart(cycle: Cycle, cause: Cause) -> Cycle:
         cause=cause,
         history=history,
         restarts=restarts,
+        parked=parked,
     )
+
+
+def _member(cycle: Cycle, name: str) -> Member | None:
+    return next((member for member in cycle.members if member.name == name), None)
+
+
+def _park(cycle: Cycle, cause: Cause, view: View | None) -> tuple[Parked, ...]:
+    """The parked nodes after a cycle ended for `cause`; the same when it parks none."""
+    member = _member(cycle, cause.node)
+    if member is None:
+        return cycle.parked
+    mark = cycle.mark(member.name, member.life)
+    reason = cause.detail
+    if cause.kind == UNREACHABLE:
+        parks = mark is None
+    elif cause.kind == ISOLATED:
+        parks = mark is None or mark.kind == UNREACHABLE
+    else:
+        parks = view is not None and suspect(cycle, cause) and _replaceable(view, member)
+        reason = f"its workers were the first to fail, twice in a row; the last time: {reason}"
+    if not parks:
+        return cycle.parked
+    fresh = Parked(member.name, member.life, cause.kind, reason[:_DETAIL_CHARS])
+    return (*(one for one in cycle.parked if one != mark), fresh)
+
+
+def _replaceable(view: View, member: Member) -> bool:
+    """Whether the run keeps its size without this node and without those that are parked."""
+    cycle = view.cycle
+    ready = [
+        Ready(name, life, node)
+        for name, (life, node) in view.nodes.items()
+        if name != member.name
+        and node.cycle == cycle.number
+        and name not in view.drained
+        and cycle.mark(name, life) is None
+    ]
+    possible = seat(ready, cycle.members, cycle.rules)
+    return possible is not None and len(possible.members) >= len(cycle.members)
+
+
+def _refund(cycle: Cycle, cause: Cause) -> tuple[float, ...]:
+    """The budget without the first failure of a node that is parked for its second."""
+    if cause.kind not in _FAILURES:
+        return cycle.restarts
+    last = next(one for one in reversed(cycle.history) if one.kind in _FAILURES)
+    return tuple(at for at in cycle.restarts if at != last.at)
 
 
 def _replace(cycle: Cycle, **changes: object) -> Cycle:
@@ -134,7 +233,9 @@ def _decide_open(view: View, clock: Clock) -> Cycle | Wait:
     wait_s = _wait_s(view, clock, possible)
     if wait_s > 0:
         return Wait(wait_s, "more nodes may come")
-    return _replace(cycle, state="running", members=possible.members)
+    there = {(name, life) for name, (life, _) in view.nodes.items()}
+    parked = tuple(one for one in cycle.parked if (one.name, one.life) in there)
+    return _replace(cycle, state="running", members=possible.members, parked=parked)
 
 
 def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
@@ -143,12 +244,16 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
     if not cycle.members:  # nobody knows yet who will come
         everybody = len(possible.members) + len(possible.spares) >= rules.maximum
         return 0.0 if everybody else rules.last_call_s - clock.enough_s
-    full = len(possible.members) >= rules.highest
+    full = len(possible.members) >= rules.highest and not any(
+        cycle.mark(member.name, member.life) for member in possible.members
+    )
     held = {member.name for member in cycle.members}
     wait_s = 0.0
-    for name, (_, node) in view.nodes.items():
+    for name, (life, node) in view.nodes.items():
         if node.cycle == cycle.number or name in view.drained or (full and name not in held):
             continue
+        if (mark := cycle.mark(name, life)) is not None and mark.kind != UNREACHABLE:
+            continue  # it is not needed
         patience_s = rules.stop_s if node.heard == cycle.number else rules.settle_s
         wait_s = max(wait_s, patience_s - clock.open_s)
     return wait_s
@@ -165,6 +270,8 @@ def _decide_running(view: View, clock: Clock) -> Cycle | Wait:
             return restart(
                 cycle, Cause(kind="lost", node=member.name, detail=detail, at=clock.unix_s)
             )
+    if reports := unreached(view):
+        return _end_unreached(view, reports, clock)
     possible = seating(view) if not view.ends else None
     if possible is not None and len(possible.members) > len(cycle.members):
         if (wait_s := _calm_s(cycle) - clock.open_s) > 0:
@@ -172,6 +279,26 @@ def _decide_running(view: View, clock: Clock) -> Cycle | Wait:
         detail = f"from {len(cycle.members)} to {len(possible.members)} nodes"
         return restart(cycle, Cause(kind="grew", detail=detail, at=clock.unix_s))
     return Wait()
+
+
+def _end_unreached(view: View, reports: tuple[str, ...], clock: Clock) -> Cycle | Wait:
+    """What becomes of a cycle in which members do not reach rank 0.
+
+    If most do not, rank 0 is at fault; otherwise those few are, once the others had time to say
+    the same.
+    """
+    cycle = view.cycle
+    first, others = cycle.members[0], len(cycle.members) - 1
+    told = ", ".join(reports[:5]) + (", …" if len(reports) > 5 else "")
+    if 2 * len(reports) > others:
+        detail = f"{len(reports)} of {others} other nodes do not reach it at {first.address}"
+        cause = Cause(kind=UNREACHABLE, node=first.name, detail=f"{detail}: {told}")
+    elif clock.unreached_s < _REPORTS_S:
+        return Wait(_REPORTS_S - clock.unreached_s)
+    else:
+        detail = f"it does not reach rank 0, {first.name} at {first.address}, though others do"
+        cause = Cause(kind=ISOLATED, node=reports[0], detail=detail)
+    return restart(cycle, msgspec.structs.replace(cause, at=clock.unix_s), view)
 
 
 def _calm_s(cycle: Cycle) -> float:

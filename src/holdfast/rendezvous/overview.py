@@ -14,6 +14,8 @@ from holdfast.text import age, clean, plural, table
 
 __all__ = ["Overview", "lines", "look", "used_name"]
 
+_STATES = ("active", "finished", "spare", "parked", "ready", "stopping", "drained", "gone")
+
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """One node as it stands."""
@@ -21,11 +23,13 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     rank: int | None
     state: str
-    """active, finished, spare, stopping, drained or gone"""
+    """active, finished, spare, parked, stopping, drained or gone"""
     address: str = ""
     slots: int = 0
     domain: str = ""
     release: str = ""
+    parked: str = ""
+    """Why it comes after all other nodes; empty: it does not."""
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,19 +72,22 @@ async def look(ledger: Ledger, run: str) -> Overview:
             slots=member.slots,
             domain=member.domain,
             release=there[1].release if there else "",
+            parked=_parked(cycle, member.name, member.life) if alive else "",
         )
     for name, (life, node) in sorted(view.nodes.items()):
         if name in seen and seen[name].state != "gone":
             continue
-        drained = name in view.drained
+        parked = _parked(cycle, name, life)
+        state = "parked" if parked else _waiting(node.cycle, cycle)
         seen[f"{name}/{life}"] = NodeView(
             name=name,
             rank=None,
-            state="drained" if drained else _waiting(node.cycle, cycle),
+            state="drained" if name in view.drained else state,
             address=node.address,
             slots=node.slots,
             domain=node.domain,
             release=node.release,
+            parked=parked,
         )
     return Overview(run=run, cycle=cycle, nodes=tuple(seen.values()), revision=found.revision)
 
@@ -99,6 +106,11 @@ def used_name(run: str, cycle: Cycle, flag: str) -> str:
     )
 
 
+def _parked(cycle: Cycle, name: str, life: int) -> str:
+    mark = cycle.mark(name, life)
+    return "" if mark is None else mark.reason or mark.kind
+
+
 def _waiting(ready_for: int, cycle: Cycle) -> str:
     if ready_for != cycle.number:
         return "stopping"
@@ -110,8 +122,7 @@ def lines(view: Overview, now: float | None = None) -> list[str]:
     cycle = view.cycle
     now = time.time() if now is None else now
     counts: Mapping[str, int] = {
-        state: sum(node.state == state for node in view.nodes)
-        for state in ("active", "finished", "spare", "ready", "stopping", "drained", "gone")
+        state: sum(node.state == state for node in view.nodes) for state in _STATES
     }
     told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     rules = cycle.rules
@@ -135,6 +146,10 @@ def lines(view: Overview, now: float | None = None) -> list[str]:
         ]
         heads = ("RANK", "NODE", "STATE", "ADDRESS", "WORKERS", "DOMAIN")
         out += table(heads, rows, right="r   r")
+    parked = [node for node in view.nodes if node.parked]
+    if parked:
+        out += ["", "behind all other nodes, until they are started again:"]
+        out += [f"  {clean(node.name)}: {clean(node.parked)}" for node in parked]
     if cycle.history:
         out += ["", "last failures:"]
         out += [

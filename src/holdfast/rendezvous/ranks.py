@@ -8,15 +8,21 @@ one:
 - a segment's nodes come from one domain, and a domain that cannot fill a segment gives none;
 - whoever held a rank keeps it when it can; freed ranks go to spares of the same domain first,
   and when a domain can no longer fill a segment, the whole segment goes to another domain;
-- otherwise the order is `infra_rank`, then arrival, with domains kept together."""
+- otherwise the order is `infra_rank`, then arrival, with domains kept together;
+- a parked node comes after all others: one whose workers kept failing gets a rank only when the
+  minimum is not there without it; one that others do not reach gets any rank but 0, when the
+  membership would be smaller without it."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from holdfast.rendezvous.records import Member, Node, Rules
+from holdfast.rendezvous.records import Member, Node, Parked, Rules
 
-__all__ = ["Ready", "Seating", "assign"]
+__all__ = ["UNREACHABLE", "Ready", "Seating", "assign", "seat"]
+
+UNREACHABLE = "unreachable"
+"""The mark of a node that works, but that others do not reach."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -35,7 +41,15 @@ class Ready(msgspec.Struct, frozen=True):
     def member(self) -> Member:
         """It, with a rank."""
         node = self.node
-        return Member(self.name, self.life, node.slots, node.address, node.port, node.domain)
+        return Member(
+            self.name,
+            self.life,
+            node.slots,
+            node.address,
+            node.port,
+            node.domain,
+            node.probe_port,
+        )
 
 
 class Seating(msgspec.Struct, frozen=True):
@@ -43,6 +57,55 @@ class Seating(msgspec.Struct, frozen=True):
 
     members: tuple[Member, ...]
     spares: tuple[str, ...]
+
+
+def seat(
+    ready: Sequence[Ready],
+    former: Sequence[Member],
+    rules: Rules,
+    parked: Sequence[Parked] = (),
+) -> Seating | None:
+    """Give every rank to a node, to parked nodes last, or None when the minimum is not there."""
+    marks = {(one.name, one.life): one.kind for one in parked}
+    sound: list[Ready] = []
+    hidden: list[Ready] = []
+    bad: list[Ready] = []
+    for one in ready:
+        mark = marks.get((one.name, one.life))
+        (sound if mark is None else hidden if mark == UNREACHABLE else bad).append(one)
+    best = assign(sound, former, rules)
+    for count in range(1, len(hidden) + 1):
+        more = assign(sound + hidden[:count], former, rules)
+        if more is not None and (best is None or len(more.members) > len(best.members)):
+            best = more
+    for count in range(1, len(bad) + 1):
+        best = best or assign(sound + hidden + bad[:count], former, rules)
+    if best is None:
+        return None
+    members = _reachable_first(best.members, marks, rules.segment)
+    seated = {member.name for member in members}
+    waiting = (*sorted(sound, key=_order), *hidden, *bad)
+    return Seating(members, tuple(one.name for one in waiting if one.name not in seated))
+
+
+def _reachable_first(
+    members: tuple[Member, ...], marks: Mapping[tuple[str, int], str], size: int
+) -> tuple[Member, ...]:
+    """The same members with rank 0 at a node that others reach; segments stay whole."""
+    found = next(
+        (
+            rank
+            for rank, member in enumerate(members)
+            if marks.get((member.name, member.life)) != UNREACHABLE
+        ),
+        0,
+    )
+    out = list(members)
+    first = found // size * size
+    out[:size], out[first : first + size] = out[first : first + size], out[:size]
+    within = found % size
+    out[0], out[within] = out[within], out[0]
+    return tuple(out)
 
 
 def assign(ready: Sequence[Ready], former: Sequence[Member], rules: Rules) -> Seating | None:

@@ -31,6 +31,7 @@ __all__ = [
     "Keys",
     "Member",
     "Node",
+    "Parked",
     "Rules",
     "put_cycle",
 ]
@@ -103,7 +104,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Why a cycle ended."""
 
     kind: str
-    """failed, hung, lost, withdrew, drained, grew, asked, or what a newer version calls it"""
+    """failed, hung, unreachable, isolated, lost, withdrew, drained, grew, asked, or what a newer
+    version calls it"""
     node: str = ""
     detail: str = ""
     cycle: int = 0
@@ -125,6 +127,20 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: str = ""
     port: int = 0
     domain: str = ""
+    probe_port: int = 0
+    """Where its agent answers probes; 0: it does not."""
+
+
+class Parked(msgspec.Struct, frozen=True, array_like=True):
+    """A node that gave cause for the end of a cycle, and now comes after all others."""
+
+    name: str
+    life: int
+    """The mark is on this life: a node that is started again begins without one."""
+    kind: str
+    """unreachable: it holds any rank but 0, and spares go first; else: it holds a rank only when
+    the minimum is not there without it"""
+    reason: str = ""
 
 
 CycleState = Literal["open", "running", "succeeded", "failed"]
@@ -144,6 +160,8 @@ class Cycle(Record, frozen=True, kw_only=True):
     """The last causes, oldest first."""
     restarts: tuple[float, ...] = ()
     """When workers failed, as far as the budget counts it."""
+    parked: tuple[Parked, ...] = ()
+    """The nodes that have lost their rank for a reason of their own."""
     succeeded_at: float = 0.0
     """When the run succeeded, in seconds since 1970 by the closer's clock; 0: not known."""
 
@@ -158,6 +176,10 @@ class Cycle(Record, frozen=True, kw_only=True):
     def final(self) -> bool:
         """Whether the rendezvous is closed for good."""
         return self.state in ("succeeded", "failed")
+
+    def mark(self, name: str, life: int) -> Parked | None:
+        """Why a node, in this life, comes after all others; None: it does not."""
+        return next((one for one in self.parked if (one.name, one.life) == (name, life)), None)
 
     @property
     def world_size(self) -> int:
@@ -179,6 +201,10 @@ class Node(Record, frozen=True, kw_only=True):
     host: str = ""
     pid: int = 0
     release: str = ""
+    probe_port: int = 0
+    """Where its agent answers probes (rendezvous/probe.py); 0: it does not."""
+    unreached: int = 0
+    """The newest cycle in which it could not reach the node with rank 0."""
 
 
 class Closer(Record, frozen=True, kw_only=True):

@@ -53,8 +53,9 @@ from holdfast.ledger.types import (
     same_life,
     unchanged,
 )
+from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.closer import Duty
-from holdfast.rendezvous.decide import begin
+from holdfast.rendezvous.decide import View, begin, suspect
 from holdfast.rendezvous.decide import restart as restarted
 from holdfast.rendezvous.records import (
     Cause,
@@ -63,6 +64,7 @@ from holdfast.rendezvous.records import (
     End,
     Keys,
     Node,
+    Parked,
     Rules,
     put_cycle,
 )
@@ -92,6 +94,9 @@ class Place(msgspec.Struct, frozen=True):
     address: str
     """Where rank 0 is reached, and on which port it will listen."""
     port: int
+    first: str = ""
+    """The node with rank 0, and where its agent answers probes (0: it does not)."""
+    probe_port: int = 0
 
 
 class Rendezvous:
@@ -132,6 +137,7 @@ class Rendezvous:
         self._heard_of_closer = False
         self._entry: Entry | None = None
         self._news = asyncio.Event()
+        self._saying = asyncio.Lock()
         self._keeper: Keeper
         self._stack = contextlib.AsyncExitStack()
 
@@ -205,7 +211,17 @@ class Rendezvous:
             member.slots,
             first.address,
             first.port,
+            first.name,
+            first.probe_port,
         )
+
+    def parked(self, head: Stored[Cycle]) -> Parked | None:
+        """Why this node comes after all others; None: it does not."""
+        return head.record.mark(self._name, self._entry.create_revision) if self._entry else None
+
+    async def unreached(self, number: int) -> None:
+        """Report that this node does not reach rank 0; the closer decides which is at fault."""
+        await self._say(unreached=number)
 
     async def succeed(self, head: Stored[Cycle]) -> bool:
         """Record that all workers of this node have succeeded. False: the cycle is over."""
@@ -220,10 +236,23 @@ class Rendezvous:
     async def restart(self, head: Stored[Cycle], cause: Cause) -> None:
         """End a cycle, for everybody. Does nothing when somebody else has done so."""
         cause = msgspec.structs.replace(cause, node=cause.node or self._name, at=self._unix())
-        fresh = restarted(head.record, cause)
+        view = await self._view() if suspect(head.record, cause) else None
+        fresh = restarted(head.record, cause, view)
         await self._insist(
             [unchanged(head.entry)], [put_cycle(self._keys.cycle, fresh, over=head.entry)]
         )
+
+    async def _view(self) -> View | None:
+        """Everything below the rendezvous."""
+        pause_s = _PAUSE_S
+        while True:
+            self._check_lease()
+            try:
+                found = await self._runtime.ledger.range(self._keys.root)
+                return Board(self._keys, found.entries).view()
+            except (Retriable, UnknownOutcome):
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     # ---- the node's own record -------------------------------------------------
 
@@ -256,14 +285,22 @@ class Rendezvous:
     def _record(self, node: Node) -> Put:
         return put(self._key, node, lease=self._keeper.id)
 
-    async def _say(self, *, heard: int, cycle: int | None = None, port: int | None = None) -> None:
+    async def _say(
+        self, *, heard: int = 0, cycle: int = 0, port: int | None = None, unreached: int = 0
+    ) -> None:
+        async with self._saying:
+            await self._write(
+                msgspec.structs.replace(
+                    self._node,
+                    heard=max(heard, self._node.heard),
+                    cycle=max(cycle, self._node.cycle),
+                    port=self._node.port if port is None else port,
+                    unreached=max(unreached, self._node.unreached),
+                )
+            )
+
+    async def _write(self, fresh: Node) -> None:
         node = self._node
-        fresh = msgspec.structs.replace(
-            node,
-            heard=max(heard, node.heard),
-            cycle=node.cycle if cycle is None else cycle,
-            port=node.port if port is None else port,
-        )
         if fresh == node or self._entry is None:
             return
         self._node = fresh

@@ -6,9 +6,10 @@ from holdfast.ledger import Compare, Put
 from holdfast.ledger.records import Stored, put
 from holdfast.ledger.types import Get, absent
 from holdfast.rendezvous.closer import Duty
-from holdfast.rendezvous.decide import restart
+from holdfast.rendezvous.decide import View, restart
 from holdfast.rendezvous.records import Cause, Closer, Cycle, Node
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.sim.protocols.rendezvous.blame import Trouble
 from holdfast.sim.protocols.rendezvous.model import RendezvousProtocol, SimCrew
 
 __all__ = ["BROKEN"]
@@ -220,6 +221,59 @@ class _NoBudget(RendezvousProtocol):
         self.failing = 1.0
 
 
+class _Lenient(Rendezvous):
+    async def _view(self) -> View | None:
+        return None  # as if there were no spare
+
+
+class _NoBlame(RendezvousProtocol):
+    """A node whose workers always fail keeps its rank while a spare waits."""
+
+    rendezvous = _Lenient
+
+    def prepare(self, seed: int) -> None:
+        """One such node."""
+        super().prepare(seed)
+        self.trouble = Trouble(failing="n0")
+
+
+class _DeafDuty(Duty):
+    async def _look(self, stored: Stored[Cycle] | None) -> float | None:
+        for name, (life, node) in self._board.nodes.items():
+            self._board.nodes[name] = life, msgspec.structs.replace(node, unreached=0)
+        return await super()._look(stored)
+
+
+class _DeafCloser(Rendezvous):
+    duty = _DeafDuty
+
+
+class _NoReports(RendezvousProtocol):
+    """The closer does not listen to members that do not reach rank 0: all wait for ever."""
+
+    rendezvous: type[Rendezvous] = _DeafCloser
+
+    def prepare(self, seed: int) -> None:
+        """A rank 0 that nobody reaches."""
+        super().prepare(seed)
+        self.trouble = Trouble(hidden="n0")
+
+
+class _ForgetfulDuty(Duty):
+    async def _commit(self, stored: Stored[Cycle], verdict: Cycle) -> None:
+        await super()._commit(stored, msgspec.structs.replace(verdict, parked=()))
+
+
+class _Forgetful(Rendezvous):
+    duty = _ForgetfulDuty
+
+
+class _NoMark(_NoReports):
+    """A rank 0 that nobody reaches ends its cycle, and gets rank 0 again in the next."""
+
+    rendezvous = _Forgetful
+
+
 BROKEN = {
     "": _NoCycle,
     "stays": _StaysAfterSuccess,
@@ -233,4 +287,7 @@ BROKEN = {
     "first": _FirstEnd,
     "closer": _NoCloserLease,
     "budget": _NoBudget,
+    "blame": _NoBlame,
+    "reports": _NoReports,
+    "mark": _NoMark,
 }

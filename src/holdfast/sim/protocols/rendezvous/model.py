@@ -2,7 +2,9 @@
 
 Each node runs the production loop (`attend`) with a simulated crew. A crew's work is a counter
 per rank, changed under a comparison of the cycle's record, as `holdfast.cycle.commit` does it.
-The number of nodes (up to 50), the rules and the domains differ from seed to seed. Invariants:
+The number of nodes (up to 50), the rules and the domains differ from seed to seed. In some seeds
+the workers of one node always fail, or the others do not reach one node's address, or one node
+does not reach the others. Invariants:
 
 1. the cycle's record goes open → running → open (number + 1) … → succeeded | failed, and never
    changes after its end;
@@ -13,7 +15,9 @@ The number of nodes (up to 50), the rules and the domains differ from seed to se
 5. a run succeeds only when every rank's work is done, as its member recorded in that very cycle;
 6. restarts stay within the budget;
 7. a node leaves with success only after success was recorded, and with failure after failure was;
-8. nodes that hold a place see it as the record says it.
+8. nodes that hold a place see it as the record says it;
+9. a node is not the first to fail three times in a row while a spare waits that never was;
+10. a node that has lost rank 0 because the others did not reach it does not get it again.
 
 At the end the run has succeeded or failed, and every process has left.
 """
@@ -37,6 +41,7 @@ from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.records import Cause, Cycle, End, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.protocols.rendezvous.blame import TROUBLES, Blame, Trouble
 from holdfast.sim.world import Node as Process
 
 __all__ = ["KEYS", "RendezvousProtocol", "SimCrew"]
@@ -82,9 +87,13 @@ class SimCrew:
     async def outcome(self) -> Cause | None:
         """Count up to the goal."""
         assert self._place is not None
+        if not self.protocol.reaches(self.name, self._place):
+            await self.runtime.sleep(2.0 + self.runtime.random.random())
+            await self.rendezvous.unreached(self._place.cycle)
+            await self.runtime.sleep(3600.0)  # workers that wait for rank 0
         while True:
             await self.runtime.sleep(0.2 + self.runtime.random.random())
-            if self.runtime.random.random() < self.protocol.failing:
+            if self.protocol.fails(self.name, self.runtime.random.random()):
                 return Cause(kind="failed", detail="a worker failed")
             try:
                 if await self.protocol.commit(self.runtime, self, self._place):
@@ -108,6 +117,9 @@ class SimCrew:
         await self.runtime.sleep(1e6)
         raise AssertionError("nobody waits that long")
 
+    def parked(self, reason: str) -> None:
+        """Nothing to say to a counter."""
+
     def guards(self, place: Place) -> list[Compare]:
         """What a worker's effect compares."""
         return [Compare(KEYS.cycle, "mod", "==", place.revision)]
@@ -124,6 +136,8 @@ class RendezvousProtocol(Protocol):
         self.rules = Rules(minimum=3, maximum=5)
         self.failing = 0.03
         self.quitting = 0.1
+        self.trouble = Trouble()
+        self._blame = Blame()
         self._cycle: Cycle | None = None
         self._revisions: dict[int, Cycle] = {}
         self._ready: set[tuple[str, int, int]] = set()
@@ -155,8 +169,18 @@ class RendezvousProtocol(Protocol):
             join_s=luck.choice((60.0, 300.0)),
             max_restarts=luck.choice((0, 2, 8)),
         )
+        self.trouble = luck.choice(TROUBLES)
         self.failing = luck.choice((0.0, 0.02, 0.1))
         self.quitting = luck.choice((0.0, 0.2)) if self.nodes < FIFTY else 0.0
+
+    def fails(self, name: str, luck: float) -> bool:
+        """Whether a worker of this node fails now."""
+        return name == self.trouble.failing or luck < self.failing
+
+    def reaches(self, name: str, place: Place) -> bool:
+        """Whether this node reaches rank 0."""
+        trouble = self.trouble
+        return place.first == name or (trouble.hidden != place.first and trouble.cut_off != name)
 
     # ---- the processes -------------------------------------------------------
 
@@ -235,6 +259,7 @@ class RendezvousProtocol(Protocol):
                 self._see_cycle(event.entry)
 
     def _see_node(self, name: str, entry: Entry | None, previous: Entry | None) -> None:
+        self._blame.see_node(name, entry)
         if entry is not None:
             self._ready.add((name, entry.create_revision, decode(Node, entry).cycle))
         elif previous is not None:
@@ -277,6 +302,7 @@ class RendezvousProtocol(Protocol):
             raise Violation(
                 f"cycle {before.number}, {before.state}, became {now.number}, {now.state}"
             )
+        self._blame.see_cycle(before, now)
         if len(now.restarts) > self.rules.max_restarts:
             raise Violation(f"{len(now.restarts)} restarts, {self.rules.max_restarts} allowed")
         if now.state == "running":
