@@ -236,7 +236,7 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     with the retries that users have: connected within 3 s after the route is there, steps are
     what they are without 404s, and a 404 costs 0.5 s at the median at most.
     """
-    cold_s = 1.5
+    cold_s = 0.8
     library.dumb.lost = after(cold_s, one_in_five(1))
     begun = time.monotonic()
     said = library.do(
@@ -250,13 +250,13 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     connected_s = time.monotonic() - begun
     library.dumb.came.clear()
     library.dumb.lost = one_in_five(2)
-    steps = [library.do("step") for _ in range(8)]
+    steps = [library.do("step") for _ in range(6)]
     lost = sum(one.status == 404 for one in library.dumb.came)
     library.dumb.lost = lambda: False
     plain_s = statistics.median(library.do("step")["took_s"] for _ in range(5))
-    assert [one["ok"]["step:max"] for one in steps] == [2.0 * n for n in range(1, 9)]
+    assert [one["ok"]["step:max"] for one in steps] == [2.0 * n for n in range(1, 7)]
     library.applied(said["ok"])
-    assert lost >= 4, "nothing was lost"
+    assert lost >= 3, "nothing was lost"
     assert connected_s - cold_s < 3.0
     extra_s = statistics.median(one["took_s"] - plain_s for one in steps)
     assert extra_s <= 0.5 * max(1.0, lost / len(steps))
