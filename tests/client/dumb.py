@@ -24,6 +24,7 @@ from jobs.counting_trainer import Counting, Reply, problem, reply
 ACCOUNT, JOB, RUN = "acme", "one", "r"
 KEY = "tml-a-key"
 LOST = Reply(404, b'{"error":"not found"}')
+BARE = Reply(404, b"404 page not found\n", "text/plain")
 NOT_READY = problem(503, "route_not_ready", "soon", retry_after_ms="10")
 
 Backend = Callable[[str, str, Mapping[str, str], bytes], Awaitable[Reply]]
@@ -51,6 +52,7 @@ class Dumb:
     plan: dict[str, deque[Reply]] = field(default_factory=lambda: defaultdict(deque))
     hold_s: dict[str, float] = field(default_factory=dict)
     """How long a played answer is held back."""
+    lost: Callable[[], bool] = lambda: False
     came: list[Came] = field(default_factory=list)
     asked: int = 0
     questions: list[Mapping[str, str]] = field(default_factory=list)
@@ -79,7 +81,9 @@ class Dumb:
         name = request.match_info["name"]
         body = await request.read()
         planned = self.plan[name]
-        if planned:
+        if self.lost():
+            answer = BARE
+        elif planned:
             answer = planned.popleft()
             await asyncio.sleep(self.hold_s.get(name, 0.0))
         else:

@@ -6,9 +6,12 @@ tests tell it; the trainer is a process of its own, too.
 
 import asyncio
 import json
+import random
 import socket
+import statistics
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -139,6 +142,7 @@ def library(process: Library) -> Library:
     process.dumb.plan.clear()
     process.dumb.came.clear()
     process.dumb.state = "JOB_STATE_RUNNING"
+    process.dumb.lost = lambda: False
     process.dumb.asked = 0
     return process
 
@@ -213,6 +217,69 @@ def test_a_route_that_comes_late_is_waited_for_at_connect(library: Library) -> N
     model = library.connect(warm_up_s=20)
     assert library.do("step")["ok"]["step:max"] == 2.0
     assert library.applied(model) == ["forward_backward", "optim_step"]
+
+
+def after(limit_s: float, then: Callable[[], bool] = lambda: False) -> Callable[[], bool]:
+    """A route that is stale for so long from now on."""
+    until = time.monotonic() + limit_s
+    return lambda: time.monotonic() < until or then()
+
+
+def one_in_five(seed: int) -> Callable[[], bool]:
+    """A route table that one replica in five does not have."""
+    luck = random.Random(seed)
+    return lambda: luck.random() < 0.2
+
+
+def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
+    """A route that is cold for a while, and then answers one request in five with a bare 404,
+    with the retries that users have: connected within 3 s after the route is there, steps are
+    what they are without 404s, and a 404 costs 0.5 s at the median at most.
+    """
+    cold_s = 0.8
+    library.dumb.lost = after(cold_s, one_in_five(1))
+    begun = time.monotonic()
+    said = library.do(
+        "connect",
+        gateway=library.dumb.url,
+        key=library.dumb.key,
+        wrapped=True,
+        warm_up_s=60,
+        patient=True,
+    )
+    connected_s = time.monotonic() - begun
+    library.dumb.came.clear()
+    library.dumb.lost = one_in_five(2)
+    steps = [library.do("step") for _ in range(6)]
+    lost = sum(one.status == 404 for one in library.dumb.came)
+    library.dumb.lost = lambda: False
+    plain_s = statistics.median(library.do("step")["took_s"] for _ in range(5))
+    assert [one["ok"]["step:max"] for one in steps] == [2.0 * n for n in range(1, 7)]
+    library.applied(said["ok"])
+    assert lost >= 3, "nothing was lost"
+    assert connected_s - cold_s < 3.0
+    extra_s = statistics.median(one["took_s"] - plain_s for one in steps)
+    assert extra_s <= 0.5 * max(1.0, lost / len(steps))
+
+
+@pytest.mark.long
+def test_a_route_that_is_stale_for_20_s(library: Library) -> None:
+    """In the middle of training, with the retries that users have: the step takes as long, and
+    is done once. A job that is deleted meanwhile fails at once.
+    """
+    said = library.do(
+        "connect", gateway=library.dumb.url, key=library.dumb.key, wrapped=True, patient=True
+    )
+    assert "ok" in library.do("step")
+    library.dumb.lost = after(20.0)
+    stale = library.do("step")
+    assert stale["ok"]["step:max"] == 4.0, stale
+    assert 19.0 < stale["took_s"] < 24.0
+    assert len(library.applied(said["ok"])) == 4
+    library.dumb.lost, library.dumb.state = after(HANG_S), "JOB_STATE_DELETED"
+    gone = library.do("step")
+    assert "error" in gone, gone
+    assert gone["took_s"] < 3.0
 
 
 def test_without_us_the_library_gives_up(library: Library) -> None:

@@ -31,9 +31,8 @@ def warm_up(dumb: Dumb, seen: list[Event], **more: object) -> WarmUp:
     return WarmUp(
         base_url=dumb.data,
         api_key=KEY,
-        backoff=QUICK,
         emit=seen.append,
-        **{"limit_s": 5.0, **more},  # type: ignore[arg-type]  # whatever the test wants
+        **{"limit_s": 5.0, "backoff": QUICK, **more},  # type: ignore[arg-type]  # whatever the test wants
     )
 
 

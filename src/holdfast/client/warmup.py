@@ -41,8 +41,9 @@ LIMIT_S: Final = 120.0
 PROBE_S: Final = 10.0
 SUCCESSES: Final = 3
 BACKOFF: Final = Policy(
-    attempts=10_000, base_s=0.1, factor=2.0, max_s=2.0, jitter=0.25, deadline_s=LIMIT_S
+    attempts=10_000, base_s=0.1, factor=2.0, max_s=0.5, jitter=0.25, deadline_s=LIMIT_S
 )
+"""Waits stay short: the first probes after a route is there may meet a stray 404 as well."""
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _INFO = "/api/v1/get_info"
 _MAX_BODY_BYTES = 1 << 20
