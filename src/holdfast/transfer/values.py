@@ -5,7 +5,8 @@
     numpy array               kind "array": its bytes, row by row
     torch tensor              kind "tensor"
     nested torch tensor       kind "jagged": offsets (and lengths), then values
-    anything plain            kind "object": msgpack; see `objects.py`
+    anything plain, numpy arrays of objects or text
+                              kind "object": msgpack; see `objects.py`
 
 What comes back is what was put: same type, dtype, shape and bits. Tensors come back on the
 CPU, contiguous, without gradients. There is no pickle.
@@ -46,7 +47,7 @@ def pack(key: str, value: object) -> Packed:
         return Packed("bytes", (value,))
     if isinstance(value, memoryview):
         return Packed("bytes", (value.cast("B") if value.c_contiguous else value.tobytes(),))
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not objects.holds_objects(value):
         found = tensors.source(key, value)
         return Packed("array", (found.data,), found.dtype, found.shape)
     torch = sys.modules.get("torch")  # whoever holds a torch tensor has imported torch
