@@ -43,11 +43,13 @@ def pack(key: str, value: object) -> Packed:
     """A value as bytes, without a copy where it lies contiguous. Raises `Mistake`."""
     if value is None:
         return _NONE
+    if objects.holds_objects(value):
+        return Packed("object", (objects.encode(key, value),))
     if isinstance(value, bytes | bytearray):
         return Packed("bytes", (value,))
     if isinstance(value, memoryview):
         return Packed("bytes", (value.cast("B") if value.c_contiguous else value.tobytes(),))
-    if isinstance(value, np.ndarray) and not objects.holds_objects(value):
+    if isinstance(value, np.ndarray):
         found = tensors.source(key, value)
         return Packed("array", (found.data,), found.dtype, found.shape)
     torch = sys.modules.get("torch")  # whoever holds a torch tensor has imported torch

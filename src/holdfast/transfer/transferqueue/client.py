@@ -133,7 +133,8 @@ def in_their_words(error: HoldfastError, names: Mapping[str, str]) -> HoldfastEr
         }
         values = {names.get(name, name): value for name, value in error.values.items()}
         return failed(Partial(values, failures), len(names))
-    return _in_their_words(error, error.key or "", names)
+    renamed: HoldfastError = _in_their_words(error, error.key or "", names)
+    return renamed
 
 
 def _in_their_words(error: Any, name: str, names: Mapping[str, str]) -> Any:

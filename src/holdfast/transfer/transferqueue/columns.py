@@ -27,8 +27,8 @@ def values(data: TensorDict) -> list[Any]:
             found += _wrapped(field, column.data, count)
         elif isinstance(column, torch.Tensor):
             found += column.unbind()
-        else:
-            found += data[field]
+        else:  # a stack of objects; of anything else, rows that the store refuses
+            found.extend(data[field])
     return found
 
 
