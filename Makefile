@@ -23,9 +23,15 @@ test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, th
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
 
-test-peers: setup ## vLLM, TransferQueue and verifiers, in environments of their own (5 GB)
+test-peers: setup ## vLLM, TransferQueue and verifiers, in environments of their own (6 GB)
 	@PYTHON=$(PYTHON) scripts/setup-peers
-	.venv-peers/bin/python -m pytest -q tests/peers --ignore tests/peers/test_verifiers.py
+	.venv-peers/bin/python -m pytest -q tests/peers --ignore tests/peers/test_verifiers.py \
+		--ignore tests/peers/transferqueue
+	@PYTHON=$(PYTHON) scripts/setup-peers transferqueue
+	@set -e; for version in 0.1.8 0.1.9 0.1.10 0.1.11; do \
+		echo "TransferQueue $$version"; \
+		export PYTHONPATH=.venv-peers-transferqueue/versions/$$version TQ_VERSION=$$version; \
+		.venv-peers-transferqueue/bin/python -m pytest -q tests/peers/transferqueue; done
 	@PYTHON=$(PYTHON) scripts/setup-peers verifiers
 	.venv-peers-verifiers/bin/python -m pytest -q tests/peers/test_verifiers.py
 	@PYTHON=$(PYTHON) scripts/setup-peers verifiers-0.1

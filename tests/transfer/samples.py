@@ -15,6 +15,13 @@ def _floats(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.from_numpy(_RNG.standard_normal(shape)).to(dtype)
 
 
+def _objects(*items: Any) -> Any:
+    array = np.empty(len(items), object)
+    for at, item in enumerate(items):
+        array[at] = item
+    return array
+
+
 def _samples() -> dict[str, Any]:
     made: dict[str, Any] = {
         "none": None,
@@ -40,6 +47,15 @@ def _samples() -> dict[str, Any]:
         "array bool": np.array([True, False, True]),
         "array complex": np.array([1 + 2j, -3j]),
         "array uint64": np.array([2**64 - 1], np.uint64),
+        "array text": np.array([["x", ""], ["grün", "\U0001f9ca"]]),
+        "array bytes": np.array([b"x", b"", b"yz"]),
+        "array objects": _objects("x", {"a": [1, np.arange(2)]}, None, [1, 2], torch.ones(2)),
+        "array objects 2-d": np.array([[1, "a"], [None, 2**100]], dtype=object),
+        "array objects empty": np.empty((0, 3), object),
+        "array objects 0-d": np.array("x", dtype=object),
+        "array of arrays": {"a": _objects(np.array(["x"]), np.array([1, None], dtype=object))},
+        "text of numpy": np.str_("x"),
+        "bytes of numpy": [np.bytes_(b"x"), np.float32(1.5), np.bool_(True)],
         "tensor 0-d": torch.tensor(2.5, dtype=torch.bfloat16),
         "tensor empty": torch.empty((4, 0, 2), dtype=torch.float16),
         "tensor strided": torch.arange(60).reshape(6, 10)[::2, 1::3],
@@ -83,6 +99,8 @@ def same(left: Any, right: Any) -> bool:
             and left.contiguous().flatten().view(torch.uint8).numpy().tobytes()
             == right.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         )
+    if isinstance(left, np.ndarray) and left.dtype == object:
+        return left.shape == right.shape and same(left.ravel().tolist(), right.ravel().tolist())
     if isinstance(left, np.ndarray):
         return bool(
             left.dtype == right.dtype

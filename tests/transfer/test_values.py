@@ -1,8 +1,13 @@
 """Values become bytes and come back the same; what cannot be carried is refused by name."""
 
+import collections
+import dataclasses
 import datetime
+import enum
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -67,8 +72,9 @@ class Odd:
         {"a": {"b": Odd}},
         {(1, 2): 3},
         datetime.date(2000, 1, 1),
-        np.array(["text"]),
         np.array([object()]),
+        np.array(["2020-01-01"], "M8[D]"),
+        np.array([(1, "x")], [("a", "i4"), ("b", "O")]),
         torch.empty(3, device="meta"),
         "\ud800",
     ],
@@ -78,6 +84,53 @@ def test_what_cannot_be_carried_is_refused(value: object) -> None:
     """With the key in the message, and before anything is sent."""
     with pytest.raises(Mistake, match="some key"):
         pack("some key", value)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Point:
+    x: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        (Colour.RED, "use value.value"),
+        ([Pair(1, 2)], r"use tuple\(value\)"),
+        ({"a": Point()}, r"use dataclasses.asdict\(value\)"),
+        (collections.OrderedDict(a=1), r"use dict\(value\)"),
+        (Path("/x"), r"use str\(value\)"),
+        (datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC), r"use value.isoformat\(\)"),
+        (np.array([range(3), None], dtype=object), r"use list\(value\)"),
+        (torch.float32, r"use str\(value\)"),
+        (Odd(), "use plain numbers, text"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_to_use_instead_is_said(value: object, instead: str) -> None:
+    with pytest.raises(
+        Mistake, match=rf"^the value of some key has .*cannot be carried: {instead}"
+    ):
+        pack("some key", value)
+
+
+def test_arrays_of_objects_are_not_pickled() -> None:
+    """Their bytes are msgpack with the items in it; a dtype that is none of theirs is damage."""
+    packed = pack("k", np.array(["text-1", None], dtype=object))
+    assert (packed.kind, b"text-1" in bytes(packed.parts[0])) == ("object", True)
+    assert b"numpy" not in bytes(packed.parts[0])
+    for dtype in ("<i8", "V8", "m8[s]", ",", "<U9999999999"):
+        data = msgspec.msgpack.encode([dtype, [1], False, ["x"]])
+        payload = msgspec.msgpack.encode(msgspec.msgpack.Ext(9, data))
+        head, _ = make_head("object", "k", 1, (payload,))
+        with pytest.raises(Corrupt, match="k: "):
+            unpack(open_head(head + payload, "k"), memoryview(payload))
 
 
 def test_nesting_has_a_limit() -> None:

@@ -1,13 +1,18 @@
 """Plain objects as msgpack, so that they come back as they were: no pickle, no guessing.
 
 None, booleans, whole numbers of any size, floats, text, bytes, lists, tuples, sets,
-dictionaries with plain keys, and tensors and numpy's numbers inside of them. Tuples, sets,
-large numbers and tensors travel as extensions, because msgpack has no word of its own for
-them. Everything else is refused by name; so is what is nested deeper than `MAX_DEPTH`.
+dictionaries with plain keys, and tensors and numpy's numbers inside of them; numpy arrays of
+such objects and of text. Tuples, sets, large numbers, tensors and arrays travel as extensions,
+because msgpack has no word of its own for them. Everything else is refused by name, with what to
+use instead; so is what is nested deeper than `MAX_DEPTH`.
 """
 
+import dataclasses
+import os
+import re
 import struct
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -16,14 +21,31 @@ import numpy as np
 from holdfast import tensors
 from holdfast.errors import Corrupt, Mistake
 
-__all__ = ["MAX_DEPTH", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "decode", "encode", "holds_objects"]
 
 MAX_DEPTH = 64
 
-_TUPLE, _SET, _FROZENSET, _INT, _ARRAY, _TENSOR, _COMPLEX, _SCALAR = range(1, 9)
+_TUPLE, _SET, _FROZENSET, _INT, _ARRAY, _TENSOR, _COMPLEX, _SCALAR, _OBJECTS = range(1, 10)
+_OBJECT_KINDS = "OUST"
+"""Of numpy's dtypes: objects, text, bytes, text of any length."""
 _SMALL = (-(1 << 63), (1 << 64) - 1)
 _PLAIN = (str, bytes, float, bool, type(None))
 _KEYS = (str, int, bytes, bool, float, type(None))
+
+_OBJECT_DTYPES = re.compile(r"O|T|[<>|=][US]\d{1,9}", re.ASCII)
+_ADVICE = {
+    "enum.Enum": "value.value",
+    "datetime.datetime": "value.isoformat()",
+    "datetime.date": "value.isoformat()",
+    "datetime.timedelta": "value.total_seconds()",
+    "decimal.Decimal": "str(value)",
+    "torch.dtype": "str(value)",
+    "torch.device": "str(value)",
+    "pydantic.main.BaseModel": "value.model_dump()",
+    "PIL.Image.Image": "numpy.asarray(value)",
+    "tensordict.base.TensorDictBase": "a field of its own for each of its entries",
+}
+"""What to use instead of classes that are met often."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,6 +66,15 @@ def decode(key: str, data: memoryview) -> Any:
         return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
     except (msgspec.DecodeError, ValueError, TypeError, struct.error) as error:
         raise Corrupt(f"{key}: not an object: {error}", key=key) from error
+
+
+def holds_objects(value: object) -> bool:
+    """Whether it is a numpy array, or a number of one, whose bytes are not its values."""
+    return (
+        isinstance(value, np.ndarray | np.generic)
+        and value.dtype.kind in _OBJECT_KINDS
+        and value.dtype.fields is None
+    )
 
 
 def _lower(value: Any, depth: int) -> Any:
@@ -69,13 +100,60 @@ def _lower(value: Any, depth: int) -> Any:
             )
     if kind is complex:
         return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+    if holds_objects(value):
+        return _objects(value, depth)
     return _tensor(value)
+
+
+def _objects(value: Any, depth: int) -> Any:
+    """An array of objects or text: its items, one by one."""
+    array = np.asarray(value)
+    if array.dtype.kind == "T" and array.dtype != np.dtypes.StringDType():
+        raise Mistake(f"has an array of {array.dtype!r} in it: use value.astype(object)")
+    dtype = array.dtype.kind if array.dtype.kind in "OT" else array.dtype.str
+    items = [_lower(item, depth + 1) for item in array.ravel().tolist()]
+    scalar = isinstance(value, np.generic)
+    return msgspec.msgpack.Ext(
+        _OBJECTS, _encoder.encode([dtype, list(array.shape), scalar, items])
+    )
+
+
+def _raise_objects(data: memoryview) -> Any:
+    front = tuple[str, list[int], bool, list[Any]]
+    dtype, shape, scalar, items = msgspec.msgpack.decode(data, type=front, ext_hook=_raise_ext)
+    if not _OBJECT_DTYPES.fullmatch(dtype):
+        raise ValueError(f"{dtype!r} is not a dtype of objects or text")
+    kind = np.dtypes.StringDType() if dtype == "T" else np.dtype(dtype)
+    array = np.empty(len(items), kind)
+    for at, item in enumerate(items):  # not all at once: an item may be a list itself
+        array[at] = item
+    array = array.reshape(shape)
+    return array[()] if scalar else array
 
 
 def _key(name: Any) -> Any:
     if type(name) not in _KEYS or (type(name) is int and not _SMALL[0] <= name <= _SMALL[1]):
         raise Mistake(f"has a dictionary with the key {name!r:.40}: use text")
     return name
+
+
+def _instead(value: Any) -> str:
+    """What to put in its place."""
+    kind = type(value)
+    names = {f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__}
+    for known, advice in _ADVICE.items():
+        if known in names:
+            return f"use {advice}"
+    if isinstance(value, os.PathLike):
+        return "use str(value)"
+    if dataclasses.is_dataclass(value):
+        return "use dataclasses.asdict(value)"
+    for plain in (tuple, dict, list, set, str, bytes, int, float):
+        if isinstance(value, plain):
+            return f"use {plain.__name__}(value)"
+    if isinstance(value, Iterable):
+        return "use list(value)"
+    return "use plain numbers, text, bytes, lists, tuples, sets, dictionaries, tensors"
 
 
 def _tensor(value: Any) -> Any:
@@ -91,7 +169,7 @@ def _tensor(value: Any) -> Any:
     if not is_tensor and not isinstance(value, np.ndarray):
         raise Mistake(
             f"has a {type(value).__module__}.{type(value).__qualname__} in it, which cannot be "
-            "carried: use plain numbers, text, bytes, lists, tuples, sets, dictionaries, tensors"
+            f"carried: {_instead(value)}"
         )
     found = tensors.source("inside", value)
     front = _encoder.encode([found.dtype, list(found.shape)])
@@ -110,6 +188,8 @@ def _raise_ext(code: int, data: memoryview) -> Any:
     if code in (_TUPLE, _SET, _FROZENSET):
         items = msgspec.msgpack.decode(data, type=list, ext_hook=_raise_ext)
         return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](items)
+    if code == _OBJECTS:
+        return _raise_objects(data)
     if code in (_ARRAY, _TENSOR, _SCALAR):
         length = 4 + int.from_bytes(data[:4], "little")
         dtype, shape = msgspec.msgpack.decode(data[4:length], type=tuple[str, list[int]])

@@ -5,7 +5,8 @@
     numpy array               kind "array": its bytes, row by row
     torch tensor              kind "tensor"
     nested torch tensor       kind "jagged": offsets (and lengths), then values
-    anything plain            kind "object": msgpack; see `objects.py`
+    anything plain, numpy arrays of objects or text
+                              kind "object": msgpack; see `objects.py`
 
 What comes back is what was put: same type, dtype, shape and bits. Tensors come back on the
 CPU, contiguous, without gradients. There is no pickle.
@@ -42,6 +43,8 @@ def pack(key: str, value: object) -> Packed:
     """A value as bytes, without a copy where it lies contiguous. Raises `Mistake`."""
     if value is None:
         return _NONE
+    if objects.holds_objects(value):
+        return Packed("object", (objects.encode(key, value),))
     if isinstance(value, bytes | bytearray):
         return Packed("bytes", (value,))
     if isinstance(value, memoryview):

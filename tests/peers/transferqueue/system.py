@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 import torch
 
@@ -29,6 +30,9 @@ TensorDict, NonTensorStack, NonTensorData = (
 )
 importlib.import_module("holdfast.transfer.transferqueue")
 
+CHECKPOINTS = pytest.mark.skipif(
+    not hasattr(tq, "save_checkpoint"), reason="TransferQueue has checkpoints since 0.1.9"
+)
 PROTOTYPE = "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"
 """What torch says about nested tensors, which TransferQueue makes of every field."""
 QUICK = {"deadline_s": 3, "attempts": 4}
@@ -116,6 +120,16 @@ def running(url: str, **more: Any) -> Iterator[Any]:
     made = OmegaConf.create({**conf, "controller": controller}, flags={"allow_objects": True})
     try:
         yield tq.init(made)
+    finally:
+        tq.close()
+
+
+@contextmanager
+def simple() -> Iterator[Any]:
+    """A TransferQueue with its own storage."""
+    section = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": 2}}
+    try:
+        yield tq.init(OmegaConf.create({"backend": section}))
     finally:
         tq.close()
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_carried(place: Place, value: Any) -> None:
     stack = NonTensorStack("fine", value)
     with pytest.raises(
         Mistake,
-        match=rf"\d+@o/.*{type(value if not isinstance(value, list) else value[0]).__name__}",
+        match=rf"\d+@o .*{type(value if not isinstance(value, list) else value[0]).__name__}",
     ):
         tq.kv_batch_put(
             keys=["a", "b"], partition_id=part, fields=TensorDict({"o": stack}, batch_size=2)

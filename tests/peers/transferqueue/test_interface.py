@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from peers.transferqueue.system import (
+    CHECKPOINTS,
     PROTOTYPE,
     NonTensorData,
     NonTensorStack,
@@ -253,6 +254,7 @@ def test_streaming_loader(place: Place, workers: int) -> None:
     tq.get_client().clear_partition(part)
 
 
+@CHECKPOINTS
 def test_checkpoint(place: Place, tmp_path: Path) -> None:
     """Saved, cleared and loaded, everything is there again; twice over, too."""
     part = fresh("saved")

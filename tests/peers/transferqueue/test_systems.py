@@ -15,6 +15,7 @@ from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, UnknownOutcom
 from holdfast.procs import HeldPort
 from holdfast.transfer.transferqueue import Settings
 from peers.transferqueue.system import (
+    CHECKPOINTS,
     PROTOTYPE,
     Place,
     TensorDict,
@@ -81,6 +82,7 @@ def test_balanced_by_length(empty: Place) -> None:
         assert sorted(seen) == lengths
 
 
+@CHECKPOINTS
 def test_a_checkpoint_outlives_the_system(empty: Place, tmp_path: Path) -> None:
     """Loaded into a new TransferQueue, a checkpoint is whole; a damaged one loads nothing."""
     part = fresh("resumed")

@@ -1,4 +1,4 @@
-"""Holdfast's store as a storage back end of TransferQueue (0.1.11).
+"""Holdfast's store as a storage back end of TransferQueue (0.1.8 to 0.1.11; `versions.py`).
 
     import holdfast.transfer.transferqueue          # in the process that calls tq.init first
 
@@ -25,23 +25,28 @@ carry no values when this back end is used, and they are not checked here.
 """
 
 from holdfast.errors import MissingPackage
+from holdfast.transfer.transferqueue.versions import SUPPORTED, check
 
 try:
     import transfer_queue as _transfer_queue  # type: ignore[import-not-found]
 except ImportError as _error:
     raise MissingPackage(
-        f"{_error.name} is not installed: pip install TransferQueue==0.1.11 'holdfast[transfer]'"
+        f"{_error.name} is not installed: pip install TransferQueue=={SUPPORTED[-1]} "
+        "'holdfast[transfer]'"
     ) from _error
+else:  # before anything else of it is imported: another version may not have it
+    check(_transfer_queue.__version__)
 
 from holdfast.transfer.transferqueue.bootstrap import register
 from holdfast.transfer.transferqueue.client import HoldfastStorageClient
 from holdfast.transfer.transferqueue.manager import HoldfastStorageManager, NotPublished
 from holdfast.transfer.transferqueue.settings import BACKEND, Settings
 
-del _transfer_queue
+del _transfer_queue, check
 
 __all__ = [
     "BACKEND",
+    "SUPPORTED",
     "HoldfastStorageClient",
     "HoldfastStorageManager",
     "NotPublished",

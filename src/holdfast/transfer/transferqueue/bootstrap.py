@@ -9,6 +9,7 @@ import uuid
 from typing import Any
 
 import ray  # type: ignore[import-not-found]
+import transfer_queue  # type: ignore[import-not-found]
 from transfer_queue.storage.bootstrap.provider import (  # type: ignore[import-not-found]
     StorageBootstrapProvider,
 )
@@ -20,7 +21,7 @@ from transfer_queue.storage.managers.base import (  # type: ignore[import-not-fo
 )
 
 from holdfast.errors import Mistake
-from holdfast.transfer.transferqueue import guards
+from holdfast.transfer.transferqueue import guards, versions
 from holdfast.transfer.transferqueue.client import HoldfastStorageClient
 from holdfast.transfer.transferqueue.manager import CLIENT, HoldfastStorageManager, own
 from holdfast.transfer.transferqueue.settings import BACKEND, Settings
@@ -37,7 +38,11 @@ class Registration:
 
 
 def register() -> None:
-    """Make the back end known to TransferQueue in this process. Twice does no harm."""
+    """Make the back end known to TransferQueue in this process. Twice does no harm.
+
+    Raises `Mistake` for a version of TransferQueue that it has not been tried with.
+    """
+    versions.check(transfer_queue.__version__)
     StorageClientFactory.register(CLIENT)(HoldfastStorageClient)
     StorageManagerFactory.register(BACKEND)(HoldfastStorageManager)
     StorageBootstrapProvider.register_provider(BACKEND)(start)

@@ -7,7 +7,7 @@ or arrived damaged are asked for again.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.storage.clients.base import (  # type: ignore[import-not-found]
@@ -15,12 +15,14 @@ from transfer_queue.storage.clients.base import (  # type: ignore[import-not-fou
 )
 
 from holdfast.errors import BatchFailed, HoldfastError, Mistake, NotFound
+from holdfast.retry import Partial
 from holdfast.transfer.frame import Ref
+from holdfast.transfer.store import failed
 from holdfast.transfer.transferqueue.settings import Settings
 from holdfast.transfer.transferqueue.tokens import from_token, name, to_token
 from holdfast.transfer.url import connect
 
-__all__ = ["HoldfastStorageClient"]
+__all__ = ["HoldfastStorageClient", "in_their_words"]
 
 _DELETED_AT_ONCE = 10_000
 
@@ -49,9 +51,10 @@ class HoldfastStorageClient(StorageKVClient):  # type: ignore[misc]
             )
         try:
             refs = self.store.put(dict(zip(wanted, values, strict=True)), generation=generation)
-        except BatchFailed as error:
-            self.forget(error.values.values())
-            raise
+        except HoldfastError as error:
+            if isinstance(error, BatchFailed):
+                self.forget(error.values.values())
+            raise in_their_words(error, wanted) from error
         return [to_token(refs[one]) for one in wanted]
 
     def get(
@@ -78,7 +81,11 @@ class HoldfastStorageClient(StorageKVClient):  # type: ignore[misc]
                 failures=never,
             )
         refs = [from_token(key, token) for key, token in zip(keys, tokens, strict=True)]
-        values = self.store.get(refs)
+        try:
+            values = self.store.get(refs)
+        except HoldfastError as error:
+            names = {ref.key: key for ref, key in zip(refs, keys, strict=True)}
+            raise in_their_words(error, names) from error
         return [values[ref.key] for ref in refs]
 
     def clear(self, keys: list[str], custom_backend_meta: Sequence[Any] | None = None) -> None:
@@ -115,3 +122,22 @@ class HoldfastStorageClient(StorageKVClient):  # type: ignore[misc]
     def close(self) -> None:
         """Let go of the store."""
         self.store.close()
+
+
+def in_their_words(error: HoldfastError, names: Mapping[str, str]) -> HoldfastError:
+    """The same error with TransferQueue's keys (INDEX@FIELD) for the names in the store."""
+    if isinstance(error, BatchFailed):
+        failures = {
+            names.get(name, name): _in_their_words(why, name, names)
+            for name, why in error.failures.items()
+        }
+        values = {names.get(name, name): value for name, value in error.values.items()}
+        return failed(Partial(values, failures), len(names))
+    renamed: HoldfastError = _in_their_words(error, error.key or "", names)
+    return renamed
+
+
+def _in_their_words(error: Any, name: str, names: Mapping[str, str]) -> Any:
+    if not isinstance(error, HoldfastError) or name not in names:
+        return error
+    return type(error)(str(error).replace(name, names[name]), key=names[name])

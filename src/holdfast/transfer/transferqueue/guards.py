@@ -8,10 +8,14 @@ port is tried while the answer is awaited; when nobody listens there, the call f
 answer that takes long is waited for: `get_meta` does so by design.)
 
 Both apply only to clients whose storage is ours; others go straight through.
+
+Since 0.1.10 every request passes one method of the client. Before, each method has a socket of
+its own, which a decorator gives it as `socket`: there all of these are guarded.
 """
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -36,8 +40,20 @@ _PORT = "request_handle_socket"
 
 def install(ours: type) -> None:
     """Guard all clients whose storage manager is one of `ours`. Twice does no harm."""
+    for method in _requests():
+        _wrap(method, functools.partial(_watch_controller, ours))
     _wrap("async_kv_retrieve_meta", functools.partial(_remember_missing, ours))
-    _wrap("_request_controller", functools.partial(_watch_controller, ours))
+
+
+def _requests() -> list[str]:
+    """The methods that wait for an answer of the controller."""
+    if hasattr(AsyncTransferQueueClient, "_request_controller"):
+        return ["_request_controller"]
+    return [
+        name
+        for name, method in inspect.getmembers(AsyncTransferQueueClient, inspect.isfunction)
+        if "socket" in inspect.signature(method).parameters
+    ]
 
 
 def check_missing(metadata: Any) -> None:
@@ -111,14 +127,16 @@ async def _watch_controller(
     return await while_alive(client._controller, answer)
 
 
-def _wrap(method: str, guard: Callable[..., Awaitable[Any]]) -> None:
+def _wrap(method: str, guard: "functools.partial[Any]") -> None:
     original = getattr(AsyncTransferQueueClient, method)
-    if hasattr(original, "holdfast_guard"):
+    kind = guard.func.__name__
+    before: tuple[str, ...] = getattr(original, "holdfast_guards", ())
+    if kind in before:
         return
 
     @functools.wraps(original)
     async def guarded(self: Any, *args: Any, **named: Any) -> Any:
         return await guard(original, self, *args, **named)
 
-    guarded.holdfast_guard = True  # type: ignore[attr-defined]
+    guarded.holdfast_guards = (*before, kind)  # type: ignore[attr-defined]
     setattr(AsyncTransferQueueClient, method, guarded)

@@ -11,11 +11,13 @@ On top of TransferQueue's manager for key-value stores:
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import uuid
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from tensordict import NonTensorData, TensorDict  # type: ignore[import-not-found]
+import zmq  # type: ignore[import-not-found]
+from tensordict import TensorDict  # type: ignore[import-not-found]
 from transfer_queue.storage.managers.base import (  # type: ignore[import-not-found]
     TQ_DATA_UPDATE_RESPONSE_TIMEOUT,
     KVStorageManager,
@@ -23,10 +25,11 @@ from transfer_queue.storage.managers.base import (  # type: ignore[import-not-fo
 from transfer_queue.utils.zmq_utils import (  # type: ignore[import-not-found]
     ZMQMessage,
     ZMQRequestType,
+    create_zmq_socket,
 )
 
 from holdfast.errors import HoldfastError, Mistake, Unavailable, UnknownOutcome
-from holdfast.transfer.transferqueue import checkpoint
+from holdfast.transfer.transferqueue import checkpoint, columns
 from holdfast.transfer.transferqueue.client import HoldfastStorageClient
 from holdfast.transfer.transferqueue.guards import check_missing, while_alive
 from holdfast.transfer.transferqueue.settings import Settings
@@ -55,12 +58,9 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
     storage_client: HoldfastStorageClient
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
+        del zmq_context  # borrowed by TransferQueue's own storage; before 0.1.10 there is none
         settings = Settings.read(config)
-        super().__init__(
-            controller_info,
-            {**settings.model_dump(), "client_name": CLIENT},
-            zmq_context=zmq_context,
-        )
+        super().__init__(controller_info, {**settings.model_dump(), "client_name": CLIENT})
 
     # Put
 
@@ -93,18 +93,7 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
 
     @staticmethod
     def _generate_values(data: TensorDict) -> list[Any]:
-        """All values, field by field in the order of names, row by row.
-
-        One object for all rows (NonTensorData) is a value of each of them.
-        """
-        values: list[Any] = []
-        for field in sorted(data.keys()):
-            column = data.get(field)
-            if isinstance(column, NonTensorData):
-                values += [column.data] * data.batch_size[0]
-            else:
-                values += KVStorageManager._generate_values(data.select(field))
-        return values
+        return columns.values(data)
 
     async def _notify_and_wait(self, request_msg: list[Any]) -> None:
         """Publish: tell the controller, and wait until it says that it knows.
@@ -112,7 +101,7 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
         Runs in the event loop of TransferQueue's notifying thread.
         """
         limit_s = float(TQ_DATA_UPDATE_RESPONSE_TIMEOUT)
-        async with self.notify_pool.alease(self.controller_info) as socket:
+        async with self._controller_socket() as socket:
             answer = while_alive(self.controller_info, _exchange(socket, request_msg))
             try:
                 body = await asyncio.wait_for(answer, limit_s)
@@ -127,6 +116,23 @@ class HoldfastStorageManager(KVStorageManager):  # type: ignore[misc]
                 f"{body.get('partition_id')} was cleared, or a field has another dtype than "
                 "before. Its log says more"
             )
+
+    @contextlib.asynccontextmanager
+    async def _controller_socket(self) -> AsyncIterator[Any]:
+        """A socket to the controller: one of the pool, or before 0.1.11 one of our own."""
+        if hasattr(self, "notify_pool"):
+            async with self.notify_pool.alease(self.controller_info) as socket:
+                yield socket
+            return
+        identity = f"{self.storage_manager_id}-notify-{uuid.uuid4().hex[:8]}".encode()
+        place = self.controller_info
+        socket = create_zmq_socket(self.zmq_context, zmq.DEALER, place.ip, identity=identity)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(place.to_addr("request_handle_socket"))
+            yield socket
+        finally:
+            socket.close(linger=0)
 
     # Get and clear
 
