@@ -165,6 +165,9 @@ class Service:
         return answer
 
     async def _dispatch(self, request: Request) -> Answer:
+        if request.path.startswith("/inference/"):
+            # Not as 404: that is a deployment on its way for whoever samples from one.
+            raise Mistake(refused.NO_DEPLOYMENTS)
         if not request.path.startswith(PREFIX):
             raise NotFound(f"there is nothing at {request.path[:80]}: paths begin with {PREFIX}")
         name = request.path.removeprefix(PREFIX).rstrip("/")

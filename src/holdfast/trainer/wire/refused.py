@@ -5,14 +5,16 @@ Pure. A request that is not in this table, nor served, is one that no library se
 
 import re
 
-__all__ = ["why_not"]
+__all__ = ["NO_DEPLOYMENTS", "why_not"]
+
+NO_DEPLOYMENTS = "there are no deployments here: sample with tinker's client, or with replicas"
 
 _TAKING_OUT = (
     "weights cannot be taken out over the network: their safetensors lie below the --folder of "
     "the service"
 )
 _PROJECTS = "there are no projects here: weights belong to the job that saved them"
-_MONEY = "nothing is billed here, and nobody is audited"
+_MONEY = "this service keeps no bills and no audit log"
 
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("POST", r"save_weights_external", _TAKING_OUT),
@@ -38,7 +40,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         r"weight_sync",
         "replicas subscribe to what publish_weights publishes, see docs/WEIGHTS.md",
     ),
-    ("POST", r"create_sampling_route", "there are no deployments here: sample with the trainer"),
+    ("POST", r"create_sampling_route", NO_DEPLOYMENTS),
 )
 _COMPILED = tuple((method, re.compile(path), why) for method, path, why in _REFUSED)
 
