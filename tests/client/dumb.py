@@ -21,6 +21,8 @@ from holdfast.jobs.records import Keys
 from holdfast.ledger import Ledger, Put
 from jobs.counting_trainer import Counting, Reply, problem, reply
 
+from .lines import hang_up
+
 ACCOUNT, JOB, RUN = "acme", "one", "r"
 KEY = "tml-a-key"
 LOST = Reply(404, b'{"error":"not found"}')
@@ -129,6 +131,7 @@ class Dumb:
             yield self
         finally:
             await runner.cleanup()
+            await hang_up(self.port)
 
 
 def incarnation(epoch: int = 1) -> Incarnation:

@@ -25,6 +25,7 @@ from jobs.counting_trainer import Reply, problem, reply
 from patience import HANG_S
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation
+from .lines import listening
 from .test_sdks import PYTHON, Library, library, process, there
 
 __all__ = ["library", "process", "there"]  # fixtures
@@ -63,9 +64,8 @@ async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    async with server:
-        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+    async with listening(serve, ssl=context) as port:
+        yield f"https://127.0.0.1:{port}", heads
 
 
 # ---- TLS -----------------------------------------------------------------------
@@ -370,10 +370,8 @@ async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.Monke
                 await writer.drain()
                 await asyncio.sleep(0.1)
 
-    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
-    target = Target.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     begun = time.monotonic()
-    async with server, Client(target) as client:
+    async with listening(trickle) as port, Client(Target.of(f"http://127.0.0.1:{port}")) as client:
         with contextlib.suppress(HoldfastError, TimeoutError):
             async with asyncio.timeout(HANG_S):
                 if call == "submit":

@@ -23,6 +23,7 @@ from jobs.counts import assert_exactly_once
 from patience import HANG_S
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, RUN, Dumb, counting, operation
+from .lines import listening
 
 QUICK = Policy(attempts=999, base_s=0.02, factor=1.5, max_s=0.1, jitter=0.25, deadline_s=3.0)
 
@@ -374,11 +375,9 @@ async def test_an_endless_404_ends(bench: Bench) -> None:
     bench.dumb.state = "JOB_STATE_DELETED"
     control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, KEY)
     transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
-    server = await asyncio.start_server(endless, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    async with server, httpx.AsyncClient(transport=transport, base_url=url) as http:
-        async with asyncio.timeout(HANG_S):
+    async with listening(endless) as port, asyncio.timeout(HANG_S):
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(transport=transport, base_url=url) as http:
             response = await http.post("/api/v1/optim_step", content=operation(1))
     assert (response.status_code, len(response.content)) == (404, 1 << 20)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import procs
-from holdfast.errors import MissingPackage
+from holdfast.errors import MissingPackage, Mistake
 from holdfast.weights.vllm_process import ServerProcess
 from patience import HANG_S
 
@@ -145,6 +145,6 @@ async def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
     with pytest.raises(MissingPackage, match="vllm"):
         ServerProcess(["no-such-program"])
     process = ServerProcess([sys.executable], log=tmp_path)
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(Mistake, match="Is a directory"):
         async with process.running():
             await asyncio.Event().wait()
