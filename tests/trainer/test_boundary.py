@@ -15,12 +15,12 @@ import torch
 
 from holdfast import ledger as ledgers
 from holdfast.errors import Corrupt, Gone, LeaseLost, NotFound, Unavailable
+from holdfast.jobs.policy import Policy
 from holdfast.ledger import Ledger
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments
 from holdfast.trainer import ops
 from holdfast.trainer.journal import Journal
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys
 from holdfast.trainer.seams import Kept, Snapshot, Vault
 from holdfast.trainer.state import Pending

@@ -134,3 +134,33 @@ def test_a_time_to_live_that_is_none(there: House) -> None:
     for body in bad:
         assert saved.ask("PUT", "/weights/x/ttl", body).status == 400
     assert saved.ask("GET", "").json["checkpoints"][0]["expires_at"] is None
+
+
+LONGEST = """
+longest, under = "x" * 128, "_" + "y" * 127
+client = lora()
+step(client, "something")
+for name in (longest, under):
+    state, sampler = client.save_state(name).result().path, published(client, name)
+    client.load_state_with_optimizer(state).result()
+    service.create_training_client_from_state(state)
+    service.create_sampling_client(model_path=sampler).sample(
+        prompt=types.ModelInput.from_ints([1]), num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1)).result()
+    rest = service.create_rest_client()
+    rest.publish_checkpoint_from_tinker_path(state).result()
+    say(names=sorted(one.checkpoint_id.partition("/")[2] for one in
+                     rest.list_checkpoints(client.model_id).result().checkpoints))
+    for path in (state, sampler):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+attempt("too long", lambda: client.save_state("x" * 129).result())
+"""
+
+
+def test_the_longest_names(there: House) -> None:
+    """128 characters, as the refusal of 129 says: saved, loaded, sampled, listed and deleted."""
+    first, second, refused = run(there, LONGEST)
+    assert first["names"] == ["x" * 128] * 2
+    assert second["names"] == ["_" + "y" * 127] * 2
+    assert (refused["error"], refused["category"]) == ("RequestFailedError", "user")
+    assert "128" in refused["text"]
