@@ -6,7 +6,7 @@ from gateway.service import Answer, wait_for
 from trainer.house import JOB, House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import folder
-from trainer.sdk.wire import Session
+from trainer.sdk.wire import Session, promised
 
 PROGRAM = """
 rest = service.create_rest_client()
@@ -164,3 +164,36 @@ def test_the_longest_names(there: House) -> None:
     assert second["names"] == ["_" + "y" * 127] * 2
     assert (refused["error"], refused["category"]) == ("RequestFailedError", "user")
     assert "128" in refused["text"]
+
+
+def test_adapters_are_loaded_from_what_was_saved(there: House) -> None:
+    """Fireworks' `load_adapter`: by path, by name, as a model of the account; nothing else."""
+    saved = Saved(there)
+    saved.save("a", "save_weights_for_sampler")
+    saved.save("b")
+    model = saved.model
+    for path in (
+        f"tinker://{model.name}/sampler_weights/a",
+        "a",
+        "b",
+        f"accounts/{there.service.account}/models/a",
+    ):
+        saved.seq += 1
+        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
+        assert told == {"type": "load_adapter", "model_id": model.name, "adapter_path": path}
+    for path in (
+        "never",
+        "gs://bucket/a",
+        "accounts/other/models/a",
+        "/etc/passwd",
+        "../a",
+        "x/y",
+    ):
+        saved.seq += 1
+        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
+        assert told["category"] == "user", told
+    whole = model.session.create(lora_config={"rank": 0})
+    made = model.session.wait(promised(model.session.post("create_model", whole))).json
+    body = {"model_id": made["model_id"], "seq_id": 1, "adapter_path": "a"}
+    told = model.session.wait(promised(model.session.post("load_adapter", body))).json
+    assert "no adapter" in told["error"]
