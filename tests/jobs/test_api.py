@@ -192,5 +192,15 @@ async def test_what_no_host_can_start_is_refused(caller: Caller, jobs: Jobs) -> 
     for wish in ({"trainer": "gpro"}, {"command": ["x"]}, "x", {"trainer": ["grpo"]}):
         reply = await caller.ask("POST", JOBS, "rlorTrainerJobId=j", {"holdfast": wish})
         assert reply.status == 400, reply
+    unknown: list[tuple[Any, str]] = [
+        ({"policy": {"gaps_s": 1}}, "no 'gaps_s'; there are: gap_s, "),
+        ({"policy": {"gap_s": -1}}, "gap_s: "),
+        ({"policy": []}, "an object"),
+        ({"polcy": {}}, "no 'polcy'; it has: trainer, command, policy"),
+    ]
+    for given, why in unknown:
+        reply = await caller.ask("POST", JOBS, "rlorTrainerJobId=j", {"holdfast": given})
+        assert reply.status == 400, reply
+        assert why in json.loads(reply.body)["message"]
     for name, wish in (("j", {}), ("k", {"trainer": "grpo"})):
         await caller.ok("POST", JOBS, f"rlorTrainerJobId={name}", {"holdfast": wish})

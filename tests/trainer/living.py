@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator
 
 from holdfast import ledger as ledgers
+from holdfast.jobs.policy import Policy
 from holdfast.ledger import Ledger
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments, ToyVault
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys
 from holdfast.trainer.trainer import Trainer
 

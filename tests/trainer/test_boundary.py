@@ -15,12 +15,12 @@ import torch
 
 from holdfast import ledger as ledgers
 from holdfast.errors import Corrupt, Gone, LeaseLost, NotFound, Unavailable
+from holdfast.jobs.policy import Policy
 from holdfast.ledger import Ledger
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments
 from holdfast.trainer import ops
 from holdfast.trainer.journal import Journal
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys
 from holdfast.trainer.seams import Kept, Snapshot, Vault
 from holdfast.trainer.state import Pending
@@ -154,6 +154,7 @@ async def life(
     files: dict[tuple[int, int], bytes] | None = None,
     weights: dict[tuple[str, int], Snapshot] | None = None,
     epoch: int = 1,
+    keys: Keys = KEYS,
     checkpoint_ops: int = 1000,
 ) -> AsyncIterator[Living]:
     """One incarnation. Upkeep comes only when it is called."""
@@ -163,7 +164,7 @@ async def life(
     bad = BadVault({} if weights is None else weights)
     trainer = Trainer(
         runtime,
-        KEYS,
+        keys,
         [],
         compute=compute,
         segments=lambda term: ToySegments(kept, term),
@@ -277,6 +278,22 @@ async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path
             assert (tmp_path / f"{model}.w.kept").exists()
             assert not (tmp_path / f"{model}.w.over").exists()
             assert await ledger.get(KEYS.save(*over)) is None
+
+
+async def test_published_weights_are_found_by_their_job_only(tmp_path: Path) -> None:
+    """A mark in listings opens nothing: neither another account nor another job finds them."""
+    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+        model, _ = await there.model()
+        await there.do(model, ops.SaveWeights(name="x"))
+        await there.core.saves.change((model, "weights", "x"), public=True)
+        for keys in (Keys("r", "y", "j"), Keys("r", "x", "k")):
+            async with life(ledger, real_vault(tmp_path), keys=keys) as other:
+                await other.model()
+                for path in (f"tinker://{model}/weights/x", "x"):
+                    with pytest.raises(NotFound):
+                        other.core.saves.find(path)
+                    with pytest.raises(NotFound):
+                        await other.sampler(f"tinker://{model}/weights/x")
 
 
 async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> None:

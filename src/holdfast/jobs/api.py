@@ -28,6 +28,7 @@ from holdfast.errors import (
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.openapi import DOCUMENT
+from holdfast.jobs.policy import read_policy
 from holdfast.jobs.records import TOMBSTONES, Checkpoint, Host, Job, check_name
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.unreadable import Unreadable, readable
@@ -39,6 +40,8 @@ BODY_BYTES: Final = 64 << 10
 DEPTH_MAX: Final = 32
 """How deep a spec may be nested."""
 _PAGE_MAX: Final = 200
+_WISHES: Final = ("trainer", "command", "policy")
+"""What a job may say below `holdfast` in its description."""
 _JOBS: Final = "rlorTrainerJobs"
 _PATH = re.compile(
     rf"/v1/accounts/(?P<account>[^/]+)/{_JOBS}(?:/(?P<job>[^/:]+)(?::(?P<verb>[a-z]+))?"
@@ -144,10 +147,18 @@ class Api:
         return _json(describe(job))
 
     async def _check(self, spec: dict[str, Any]) -> None:
-        """Refuse what no host can start: the id would be used up. Without hosts, one may come."""
+        """Refuse what no host or trainer understands: the id would be used up.
+
+        Without hosts, one may come.
+        """
         wish = spec.get("holdfast") or {}
         if not isinstance(wish, dict):
-            raise Mistake("the field 'holdfast' of a job is an object: trainer, or command")
+            raise Mistake(f"the field 'holdfast' of a job is an object: {', '.join(_WISHES)}")
+        unknown = ", ".join(sorted(repr(name[:80]) for name in wish.keys() - set(_WISHES)))
+        if unknown:
+            known = ", ".join(_WISHES)
+            raise Mistake(f"the field 'holdfast' of a job has no {unknown[:400]}; it has: {known}")
+        read_policy(wish.get("policy", {}))
         found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
         read = [readable(Host, entry) for entry in found.entries]
         hosts = [host for host in read if not isinstance(host, Unreadable)]

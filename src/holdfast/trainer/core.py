@@ -17,6 +17,7 @@ import msgspec
 
 from holdfast import faults
 from holdfast.errors import Exists, Gone, Mistake, NotFound, Unavailable
+from holdfast.jobs.policy import Policy
 from holdfast.ledger.records import put
 from holdfast.ledger.runtime import Runtime
 from holdfast.trainer import ops
@@ -25,7 +26,6 @@ from holdfast.trainer.journal import Journal, Write
 from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import parse
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import (
     Content,
     Entry,

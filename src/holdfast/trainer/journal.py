@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from holdfast import events
 from holdfast.errors import Conflict, Fenced, NoRoom, TimedOut, Unavailable, UnknownOutcome
+from holdfast.jobs.policy import ROOM_S
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import (
@@ -33,7 +34,7 @@ from holdfast.ledger.types import (
 from holdfast.trainer.book import Book, read_book
 from holdfast.trainer.records import Keys, Seat
 
-__all__ = ["ROOM_S", "Journal", "Waiting", "Write", "patient"]
+__all__ = ["Journal", "Waiting", "Write", "patient"]
 
 T = TypeVar("T")
 
@@ -41,8 +42,6 @@ Write = Put | Delete
 
 DEADLINE_S = 60.0
 """How long a ledger may be out of reach before a trainer gives up."""
-ROOM_S = 300.0
-"""How long to wait for room on a full disk."""
 _FENCED = "another process acts for this job's trainer now: this one must end"
 _ATTEMPTS = 16
 _PAUSE_S = 0.05

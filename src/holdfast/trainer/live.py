@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from pydantic import ValidationError
 
 from holdfast.errors import Mistake
 from holdfast.jobs.fence import Incarnation
+from holdfast.jobs.policy import read_policy
 from holdfast.jobs.records import Checkpoint
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
@@ -20,7 +20,6 @@ from holdfast.trainer.app import App
 from holdfast.trainer.compute import TorchCompute
 from holdfast.trainer.journal import Write
 from holdfast.trainer.paths import STATE, parse
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys, Save, check_name
 from holdfast.trainer.segments import FileSegments
 from holdfast.trainer.service import Service
@@ -66,7 +65,7 @@ class Life:
                 home / "weights", runtime.ledger, who.run, lambda: journal.guards
             ),
             wall=time.time,
-            policy=_policy(policy or {}),
+            policy=read_policy(policy or {}),
             tell=self._told,
             owner=who.account,
         )
@@ -142,13 +141,3 @@ class Life:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             self._trainer.journal.fail(error)
-
-
-def _policy(given: dict[str, object]) -> Policy:
-    try:
-        return Policy.model_validate(given)
-    except ValidationError as error:
-        known = ", ".join(Policy.model_fields)
-        raise Mistake(
-            f"the trainer's policy is not understood (there are: {known}): {error}"
-        ) from error

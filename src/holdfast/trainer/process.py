@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 import msgspec
+import xxhash
 
 from holdfast import cycle, events, ledger, transfer
 from holdfast.errors import HoldfastError, Mistake
@@ -49,6 +50,7 @@ PRELOAD = (
     "holdfast.trainer.orders",
 )
 """What ranks that are kept ready have imported: seconds that a replacement need not wait."""
+_NAME_CHARS = 100
 TINY = "holdfast/tiny"
 """The model that is there without any being given."""
 
@@ -156,7 +158,7 @@ def _launch(ranks: int, spares: int, folder: Path, *, fsdp: bool) -> NoReturn:
     """
     who = Incarnation.from_env()
     os.environ[JOB_RUN] = who.run
-    name = f"{who.run}.{who.account}.{who.job}.{who.epoch}"
+    name = launch_name(who)
     logs = folder / who.account / who.job / "launch"
     given = ["--run", name, "--grace", "3", "--log-dir", str(logs)]
     given += ["--max-restarts", "1000", "--last-call", "0", "--local-addr", LOOPBACK]
@@ -170,6 +172,14 @@ def _launch(ranks: int, spares: int, folder: Path, *, fsdp: bool) -> NoReturn:
     start += ["--nnodes", f"{ranks}:{most}", "--spares", str(spares), "--lease", "2"]
     nodes = [[*start, "--node-name", f"n{at}", *program] for at in range(most)]
     sys.exit(nodes_of.keep(nodes))
+
+
+def launch_name(who: Incarnation) -> str:
+    """A name of a run for `launch`, which takes 128 characters: a longer one is cut and hashed."""
+    name = f"{who.run}.{who.account}.{who.job}"
+    if len(name) > _NAME_CHARS:
+        name = f"{name[: _NAME_CHARS - 33]}.{xxhash.xxh3_128_hexdigest(name.encode())}"
+    return f"{name}.{who.epoch}"
 
 
 def _models(given: tuple[str, ...], folder: Path) -> dict[str, Path]:

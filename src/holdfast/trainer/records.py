@@ -41,15 +41,15 @@ __all__ = [
     "number_of",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(what: str, name: str) -> str:
     """Refuse a name that could lead out of its folder."""
     if not _NAME.fullmatch(name):
         raise Mistake(
-            f"{name[:100]!r} cannot be the name of a {what}: use letters, digits, '.', '_' and "
-            "'-', beginning with a letter or a digit, at most 100 of them"
+            f"{name[:140]!r} cannot be the name of a {what}: use letters, digits, '.', '_' and "
+            "'-', beginning with a letter, a digit or '_', at most 128 of them"
         )
     return name
 

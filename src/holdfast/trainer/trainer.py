@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from holdfast.errors import HoldfastError, Retriable
+from holdfast.jobs.policy import Policy
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Journal
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Keys
 from holdfast.trainer.runner import Runner
 from holdfast.trainer.saves import Tell

@@ -20,12 +20,11 @@ import msgspec
 from holdfast.errors import Conflict, Corrupt, Mistake
 from holdfast.ledger import Ledger
 from holdfast.ledger.types import Compare
-from holdfast.trainer.records import check_name
 from holdfast.trainer.seams import Kept, Snapshot
 from holdfast.weights import Publisher, Retention, Subscriber, Version
 from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
-from holdfast.weights.layout import version_folder
+from holdfast.weights.layout import check_name, version_folder
 
 __all__ = ["WeightsVault"]
 

@@ -23,7 +23,7 @@ from holdfast.errors import Mistake
 __all__ = ["MAX_VERSION", "Layout", "check_name", "epoch_of", "number", "version_folder"]
 
 MAX_VERSION = 10**12 - 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _VERSION = re.compile(r"step_(0|[1-9][0-9]{0,11})")
 _DRAFT = re.compile(r"e([0-9]+)-[0-9]+-[0-9a-f]+")
 
@@ -33,7 +33,7 @@ def check_name(what: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         raise Mistake(
             f"{name!r} cannot be the name of a {what}: use letters, digits, '.', '_' and '-', "
-            "beginning with a letter or a digit, at most 100 of them"
+            "beginning with a letter or a digit, at most 200 of them"
         )
     return name
 

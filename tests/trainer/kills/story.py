@@ -265,7 +265,7 @@ async def _look(url: str, model: str, lines: list[dict[str, Any]]) -> Told:
 def _weights(model: str, found: tuple[Entry, ...], channels: dict[str, Entry]) -> dict[str, str]:
     weights = {}
     for one in found:
-        if one.key.startswith(f"{KEYS.saves}{model}/"):
+        if one.key.startswith(f"{KEYS.saves}{model}/") and not decode(Save, one).deleted:
             _, folder, name = one.key.removeprefix(KEYS.saves).split("/")
             channel = f"{model}.{'w' if folder == 'weights' else 's'}.{name}"
             keys = WeightsKeys(RUN, channel)

@@ -6,7 +6,7 @@ from gateway.service import Answer, wait_for
 from trainer.house import JOB, House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import folder
-from trainer.sdk.wire import Session
+from trainer.sdk.wire import Session, promised
 
 PROGRAM = """
 rest = service.create_rest_client()
@@ -134,3 +134,66 @@ def test_a_time_to_live_that_is_none(there: House) -> None:
     for body in bad:
         assert saved.ask("PUT", "/weights/x/ttl", body).status == 400
     assert saved.ask("GET", "").json["checkpoints"][0]["expires_at"] is None
+
+
+LONGEST = """
+longest, under = "x" * 128, "_" + "y" * 127
+client = lora()
+step(client, "something")
+for name in (longest, under):
+    state, sampler = client.save_state(name).result().path, published(client, name)
+    client.load_state_with_optimizer(state).result()
+    service.create_training_client_from_state(state)
+    service.create_sampling_client(model_path=sampler).sample(
+        prompt=types.ModelInput.from_ints([1]), num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1)).result()
+    rest = service.create_rest_client()
+    rest.publish_checkpoint_from_tinker_path(state).result()
+    say(names=sorted(one.checkpoint_id.partition("/")[2] for one in
+                     rest.list_checkpoints(client.model_id).result().checkpoints))
+    for path in (state, sampler):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+attempt("too long", lambda: client.save_state("x" * 129).result())
+"""
+
+
+def test_the_longest_names(there: House) -> None:
+    """128 characters, as the refusal of 129 says: saved, loaded, sampled, listed and deleted."""
+    first, second, refused = run(there, LONGEST)
+    assert first["names"] == ["x" * 128] * 2
+    assert second["names"] == ["_" + "y" * 127] * 2
+    assert (refused["error"], refused["category"]) == ("RequestFailedError", "user")
+    assert "128" in refused["text"]
+
+
+def test_adapters_are_loaded_from_what_was_saved(there: House) -> None:
+    """Fireworks' `load_adapter`: by path, by name, as a model of the account; nothing else."""
+    saved = Saved(there)
+    saved.save("a", "save_weights_for_sampler")
+    saved.save("b")
+    model = saved.model
+    for path in (
+        f"tinker://{model.name}/sampler_weights/a",
+        "a",
+        "b",
+        f"accounts/{there.service.account}/models/a",
+    ):
+        saved.seq += 1
+        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
+        assert told == {"type": "load_adapter", "model_id": model.name, "adapter_path": path}
+    for path in (
+        "never",
+        "gs://bucket/a",
+        "accounts/other/models/a",
+        "/etc/passwd",
+        "../a",
+        "x/y",
+    ):
+        saved.seq += 1
+        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
+        assert told["category"] == "user", told
+    whole = model.session.create(lora_config={"rank": 0})
+    made = model.session.wait(promised(model.session.post("create_model", whole))).json
+    body = {"model_id": made["model_id"], "seq_id": 1, "adapter_path": "a"}
+    told = model.session.wait(promised(model.session.post("load_adapter", body))).json
+    assert "no adapter" in told["error"]

@@ -5,7 +5,6 @@ or a `BadOp` where its number can be used up. What a client may ask for but we c
 refused by name, never ignored. Fields that nobody here knows are ignored.
 """
 
-import re
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +21,7 @@ from holdfast.trainer.ops import (
     SaveWeights,
     Unload,
 )
+from holdfast.trainer.records import check_name
 from holdfast.trainer.wire.body import (
     PROTOBUF,
     BadOp,
@@ -94,7 +94,6 @@ __all__ = [
 
 # What the protocol fixes, and Fireworks' client sends along.
 LORA_ALPHA = 32
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -346,9 +345,4 @@ def number_of(body: bytes, content_type: str) -> tuple[str, int] | None:
 
 def _name(given: str | None) -> str | None:
     """A name that is safe as one part of a path, on any file system."""
-    if given is not None and not _NAME.fullmatch(given):
-        raise Mistake(
-            f"`path` is the name of a checkpoint: letters, digits, '_', '-', '.', at most 128, "
-            f"not {given[:80]!r}"
-        )
-    return given
+    return None if given is None else check_name("checkpoint (`path`)", given)

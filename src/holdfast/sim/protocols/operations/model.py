@@ -31,6 +31,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
+from holdfast.jobs.policy import Policy
 from holdfast.ledger import Batch, Runtime
 from holdfast.ledger.records import decode
 from holdfast.ledger.types import Put, absent, unchanged, value_is
@@ -46,7 +47,6 @@ from holdfast.sim.protocols.operations.toy import (
 )
 from holdfast.sim.world import Node
 from holdfast.trainer import ops
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.records import Entry, Keys, Model, Result, number_of
 from holdfast.trainer.segments import read_content
 from holdfast.trainer.state import Pending

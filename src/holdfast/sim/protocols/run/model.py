@@ -35,6 +35,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
+from holdfast.jobs.policy import Policy
 from holdfast.ledger import Batch as Change
 from holdfast.ledger import Runtime
 from holdfast.ledger.types import Put, absent, unchanged, value_is
@@ -52,7 +53,6 @@ from holdfast.sim.protocols.run.reference import BASE, Reference
 from holdfast.sim.protocols.run.toy import Compute, Vault
 from holdfast.sim.protocols.run.witness import RUN, TRAINED, Witness
 from holdfast.sim.world import Node
-from holdfast.trainer.policy import Policy
 from holdfast.trainer.service import PREFIX, Request, Service
 from holdfast.trainer.trainer import Trainer
 from holdfast.transfer.queue import Batch, Queue

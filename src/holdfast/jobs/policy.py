@@ -1,11 +1,18 @@
-"""How patient a trainer is, and how much it keeps: one table, checked at start."""
+"""How patient Holdfast's own trainer is, and how much it keeps: one table.
 
-from pydantic import BaseModel, ConfigDict, Field
+A job brings its own values. They are checked when the job is made: a trainer that cannot read
+them would be started again and again.
+"""
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import Mistake
 from holdfast.timeouts import DEFAULTS
-from holdfast.trainer.journal import ROOM_S
 
-__all__ = ["Policy"]
+__all__ = ["ROOM_S", "Policy", "read_policy"]
+
+ROOM_S = 300.0
+"""How long to wait for room on a full disk, unless told otherwise."""
 
 
 class Policy(BaseModel):
@@ -71,3 +78,21 @@ class Policy(BaseModel):
         default=16, ge=1, description="Unnamed sampler weights that are kept per model."
     )
     upkeep_s: float = Field(default=2.0, gt=0, description="How often to look for what is old.")
+
+
+def read_policy(given: object) -> Policy:
+    """A job's policy, or `Mistake`: which name or value is wrong, and which names there are."""
+    if not isinstance(given, dict):
+        raise Mistake("the policy of a job is an object: names and numbers")
+    unknown = ", ".join(sorted(repr(str(name)[:80]) for name in given.keys() - _NAMES))
+    if unknown:
+        known = ", ".join(Policy.model_fields)
+        raise Mistake(f"the policy of a job has no {unknown[:400]}; there are: {known}")
+    try:
+        return Policy.model_validate(given)
+    except ValidationError as error:
+        wrong = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
+        raise Mistake(f"the policy of a job cannot be used: {wrong}") from None
+
+
+_NAMES = Policy.model_fields.keys()
