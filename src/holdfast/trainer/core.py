@@ -207,6 +207,16 @@ class Core:
         """The lines whose models are in memory."""
         return [one for one in self.lines.values() if one.loaded]
 
+    def census(self) -> dict[str, int]:
+        """How many models there are, and where."""
+        held = len(self.in_memory())
+        aside = [
+            one
+            for one in self.lines.values()
+            if one.restorable is not None and not (one.loaded or one.ended)
+        ]
+        return {"in_memory": held, "put_aside": len(aside)}
+
     def silent(self) -> frozenset[str]:
         """Sessions that were not heard of for some time, or have ended."""
         before = self.runtime.now() - self.policy.silent_s
