@@ -33,7 +33,7 @@ def test_which_one_is_put_aside() -> None:
     assert choose([held("a", 1, asked=True), held("b", 2, asked=True)], frozenset()).name == "b"
 
 
-async def digests(**policy: float) -> tuple[list[float], int]:
+async def digests(**policy: Any) -> tuple[list[float], int]:
     """What became of six models that were trained in turn, and how many were in memory at most."""
     async with living(**policy) as (trainer, compute):
         compute.may_end.set()
@@ -219,3 +219,44 @@ def test_a_model_that_was_put_aside_is_its_calm_twin(tmp_path: Path) -> None:
         assert len(list(home.glob("*.w.end/step_*"))) == 2, "saves stay"
         health = there.service.ask("GET", there.service.way(JOB, "/api/v1/healthz")).json
         assert health["models"] == {"in_memory": 0, "put_aside": 0}
+
+
+MANY = """
+import logging
+logging.disable(logging.CRITICAL)
+clients = []
+for seed in range(200):
+    client = service.create_lora_training_client(base_model=BASE, rank=256, seed=seed)
+    client.forward_backward([datum("wind")], "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    clients.append(client)
+    if seed in (0, 19, 199):
+        say(made=seed + 1)
+        time.sleep(1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_memory_is_bounded_by_the_models_in_it(tmp_path: Path) -> None:
+    """200 models take the memory of 16, and those of a client that ended take none."""
+    policy = {"max_models": 16, "silent_s": 5.0, "upkeep_s": 0.5}
+    with house(tmp_path, policy=policy) as there:
+
+        def rss() -> float:
+            (process,) = there.service.processes("holdfast.trainer")
+            return float(process.memory_info().rss) / 2**20
+
+        with there.program(MANY) as program:
+            one, few, many = ((program.next()["made"], rss())[1] for _ in range(3))
+            print(f"RSS with 1, 20 and 200 models: {one:.0f}, {few:.0f}, {many:.0f} MiB")
+            assert few > one + 16 * 10, "models are large enough to be seen"
+            assert many < few + 100
+        way = there.service.way(JOB, "/api/v1/healthz")
+        wait_for(
+            lambda: (
+                there.service.ask("GET", way).json["models"] == {"in_memory": 0, "put_aside": 200}
+            ),
+            "the models of the client that ended are put aside",
+        )
+        assert rss() < one + 100
