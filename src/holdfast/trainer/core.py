@@ -193,7 +193,8 @@ class Core:
         if kept >= self.policy.max_kept_models:
             raise Unavailable(
                 f"this job has {kept} models, in memory or put aside on disk, and keeps no more "
-                "(max_kept_models): unload models, or close the sessions that made them"
+                "(max_kept_models): unload models, or close the sessions that made them",
+                retry_after_s=10.0,
             )
         wanted = sum(1 for one in living if one.wanted)
         if wanted >= self.policy.max_models:
