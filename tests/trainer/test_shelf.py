@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.service import wait_for
-from holdfast.errors import Unavailable
+from holdfast.errors import NoRoom, Unavailable
 from holdfast.trainer import ops
 from holdfast.trainer.line import Line
 from holdfast.trainer.records import Content, Entry, Model
@@ -90,6 +90,35 @@ async def test_models_on_disk_have_a_bound_too() -> None:
         await core.retrieve(await core.unload(models[0], ops.Unload()), 10)
         await begin_model(core, session)
         assert core.census() == {"in_memory": 1, "put_aside": 2}
+
+
+async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No model is dropped that was not kept; when there is room again, models take turns."""
+    async with living(max_models=1, room_s=0) as (trainer, compute):
+        compute.may_end.set()
+        core = trainer.core
+        first = await begin_model(core)
+        await step(core, first, 1)
+
+        async def full(*_: object) -> None:
+            raise NoRoom("the disk is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(core.vault, "save", full)
+            session = await core.create_session()
+            op = ops.CreateModel(session="", base="b")
+            request, _ = await core.create_model(session, 0, op)
+            outcome = await core.retrieve(request, 10)
+            assert isinstance(outcome, ops.Failed)
+            assert (outcome.category, "the disk is full" in outcome.error) == ("server", True)
+            assert [one.name for one in core.in_memory()] == [first]
+            await step(core, first, 2)
+        second = await begin_model(core)
+        await step(core, first, 3)
+        await step(core, second, 1)
+        assert core.journal.failure is None
 
 
 async def test_silent_sessions_make_room_and_lose_nothing() -> None:
