@@ -7,8 +7,8 @@ import msgspec
 from holdfast import ledger
 from holdfast.errors import NotFound
 from holdfast.jobs.store import Jobs
-from holdfast.ledger.records import decode
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.rollout.asks import QUEUE, keys_of
 from holdfast.run import plan
 from holdfast.run.folder import Folder
@@ -82,7 +82,9 @@ class _Look:
         prefix = QueueKeys(self._folder.run, QUEUE).prefix + "block/"
         async for page in self._ledger.pages(prefix):
             for entry in page.entries:
-                there |= {sample.key for sample in decode(Block, entry).samples}
+                block = readable(Block, entry)
+                if not isinstance(block, Unreadable):
+                    there |= {sample.key for sample in block.samples}
         missing = []
         for group in range(config.groups):
             dropped = await self._steps.read(self._steps.keys.drop(step, group), Drop)

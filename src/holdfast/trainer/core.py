@@ -199,7 +199,8 @@ class Core:
         if kept >= self.policy.max_kept_models:
             raise Unavailable(
                 f"this job has {kept} models, in memory or put aside on disk, and keeps no more "
-                "(max_kept_models): unload models, or close the sessions that made them"
+                "(max_kept_models): unload models, or close the sessions that made them",
+                retry_after_s=10.0,
             )
         wanted = sum(1 for one in living if one.wanted)
         if wanted >= self.policy.max_models:
@@ -212,6 +213,16 @@ class Core:
     def in_memory(self) -> list[State]:
         """The lines whose models are in memory."""
         return [one for one in self.lines.values() if one.loaded]
+
+    def census(self) -> dict[str, int]:
+        """How many models there are, and where."""
+        held = len(self.in_memory())
+        aside = [
+            one
+            for one in self.lines.values()
+            if one.restorable is not None and not (one.loaded or one.ended)
+        ]
+        return {"in_memory": held, "put_aside": len(aside)}
 
     def silent(self) -> frozenset[str]:
         """Sessions that were not heard of for some time, or have ended."""

@@ -8,6 +8,7 @@
 - A snapshot is copied, in both directions: nothing that is done here changes one.
 """
 
+import ctypes
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -113,10 +114,12 @@ class Machine:
         return loaded.full(name) if lora is None else loaded.lora(_lora(lora), name)
 
     def drop(self, model: str) -> None:
-        """Forget a model."""
+        """Forget a model, and give its memory back."""
         old = self._models.pop(model, None)
         if old is not None:
             self.base(old.base).drop(old.tenant)
+            del old
+            give_back()
 
     def load(self, model: str, snapshot: Snapshot, *, optimizer: bool) -> None:
         """Take over saved weights, and with `optimizer` what the optimizer remembers."""
@@ -270,6 +273,13 @@ class Machine:
         self, tenant: Tenant, prompt: list[int], settings: Settings, count: int, seed: int
     ) -> Generation:
         return generate(tenant, prompt, settings, num_samples=count, seed=seed)
+
+
+def give_back() -> None:
+    """Give free memory back to the system: glibc keeps what torch has freed otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _seed(run: str, line: str, number: int) -> int:

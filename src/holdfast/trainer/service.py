@@ -217,7 +217,7 @@ class Service:
             case ["healthz"]:
                 if self._core.journal.failure is not None:
                     return answers.problem(503, "ending", str(self._core.journal.failure))
-                return answers.plain({"status": "ok"})
+                return answers.plain({"status": "ok", "models": core.census()})
             case ["get_server_capabilities"]:
                 return answers.capabilities(self._bases.offers(), probe=PREFIX + "probe")
             case ["samplers", sampler]:

@@ -78,6 +78,7 @@ class Shelf:
                     await self._put_aside(state)
                 except (Retriable, UnknownOutcome) as error:
                     events.emit(CheckpointFailed(reason=str(error)))
+                    return  # the next look tries again
 
     async def _put_aside(self, state: State) -> None:
         state.busy = True  # so that it is not retired meanwhile

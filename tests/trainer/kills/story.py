@@ -5,9 +5,9 @@
     told.check(reference)
 
 The work is a program with the real Tinker client: training in several chunks, saves, a load,
-sampling, a checkpoint that is published and one whose time runs out. What is compared: every
-result that the client was given, the hashes of all weights that were kept, and what the ledger
-was told, write by write.
+sampling, a checkpoint that is published and one whose time runs out, and a second model that takes
+turns in memory. What is compared: every result that the client was given, the hashes of all weights
+that were kept, and what the ledger was told, write by write.
 """
 
 import asyncio
@@ -35,8 +35,13 @@ from holdfast.weights.records import Version
 from patience import HANG_S
 from trainer.house import JOB, House
 
-POLICY: dict[str, Any] = {"checkpoint_ops": 5, "checkpoint_s": 0.5, "upkeep_s": 0.5}
-"""So that checkpoints, trims and sweeps happen all the time."""
+POLICY: dict[str, Any] = {
+    "checkpoint_ops": 5,
+    "checkpoint_s": 0.5,
+    "upkeep_s": 0.5,
+    "max_models": 1,
+}
+"""So that checkpoints, trims and sweeps happen all the time, and one of two models is on disk."""
 STEPS = 12
 RUN = "default"
 KEYS = Keys(RUN, "local", JOB)
@@ -49,6 +54,7 @@ STEPS = int(os.environ["STEPS"])
 client = service.create_lora_training_client(base_model=BASE, rank=8, seed=7)
 rest = service.create_rest_client()
 say(model=client.model_id)
+other = service.create_lora_training_client(base_model=BASE, rank=2, seed=1)
 NAMES = ["wind", "rain", "a long and quiet afternoon", "hail", "snow on the hills"]
 
 def batch(step, half):
@@ -90,6 +96,9 @@ for step in range(STEPS):
         sample(client.save_weights_and_get_sampling_client(), 11)
     if step == 2 * STEPS // 3:
         say(loaded=short(client.load_state_with_optimizer(kept).result().path))
+    if step % 4 == 1:
+        say(other=output(other.forward_backward(batch(step, 1), "cross_entropy")))
+        other.optim_step(types.AdamParams(learning_rate=1e-2))
     while len(waiting) > 1:  # one step ahead of what has been heard
         hear(*waiting.pop(0))
 hear(*waiting.pop())

@@ -12,6 +12,7 @@ from sortedcontainers import SortedDict
 from holdfast.ledger import Entry
 from holdfast.ledger.follow import Step
 from holdfast.ledger.records import decode
+from holdfast.ledger.unreadable import tell
 from holdfast.transfer.frame import Ref
 from holdfast.transfer.queue.records import (
     Block,
@@ -213,11 +214,15 @@ class View:
                 self.members.discard(rest)
             else:
                 self.members.add(rest)
-        elif kind == "done":
-            self._set_done(int(rest), entry)
-        elif kind in ("block", "state", "fields", "freed"):
+        elif kind in ("done", "block", "state", "fields", "freed"):
             number, _, name = rest.partition("/")
-            self._set_part(kind, int(number), name, entry)
+            if not number.isdecimal():  # written by hand: it belongs to no block
+                if entry is not None:
+                    tell(entry, f"{key} is not a key of a queue: there is no number in it")
+            elif kind == "done":
+                self._set_done(int(number), entry)
+            else:
+                self._set_part(kind, int(number), name, entry)
 
     def _set_done(self, number: int, entry: Entry | None) -> None:
         if entry is None:

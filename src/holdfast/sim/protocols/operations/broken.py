@@ -158,6 +158,19 @@ class _TrimmedFirst(OperationsProtocol):
             checkpoints_type = _TrimsFirst
 
 
+class _TakesNone(Checkpoints):
+    async def take(self, state: State) -> None:
+        """Trust that it was kept."""
+
+
+class _DroppedUnkept(OperationsProtocol):
+    """A model is put aside without a checkpoint of what it is."""
+
+    class trainer(Trainer):  # noqa: N801
+        class runner_type(Runner):  # noqa: N801
+            checkpoints_type = _TakesNone
+
+
 class _Forgets(Core):
     async def retrieve(self, request: str, hold_s: float) -> Outcome | Pending:
         got = await super().retrieve(request, hold_s)
@@ -198,6 +211,7 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "failures-again": _FailuresAgain,
     "load-replayed": _LoadReplayed,
     "trimmed-first": _TrimmedFirst,
+    "dropped-unkept": _DroppedUnkept,
     "delivered-once": _DeliveredOnce,
     "from-memory": _FromMemory,
 }

@@ -3,7 +3,8 @@
 n0 and n1 are trainers of one job: each takes over from time to time, whether the other one
 lives or not. n2 and n3 are clients, each with a model of its own: it sends operations under
 numbers, some of them in the wrong order, some never, all of them again and again until they
-are promised, and asks until it has the result. Invariants, looked at in what the ledger
+are promised, and asks until it has the result. A trainer has room for one of the two models in
+memory, and puts the other one aside. Invariants, looked at in what the ledger
 recorded and in what clients heard:
 
 1. an operation under a number never changes, and a result never changes;

@@ -1,0 +1,291 @@
+"""More models than fit into memory: the others wait on disk, and come back bit for bit."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.service import wait_for
+from holdfast.errors import NoRoom, Unavailable
+from holdfast.trainer import ops
+from holdfast.trainer.line import Line
+from holdfast.trainer.records import Content, Entry, Model
+from holdfast.trainer.shelf import choose
+from holdfast.trainer.state import State
+from trainer.house import JOB, House, house
+from trainer.kills.story import fired, trainer
+from trainer.living import STEP, begin_model, living, step
+
+
+def held(name: str, used: int, *, session: str = "loud", asked: bool = False) -> State:
+    line = Line()
+    if asked:
+        line.entries[0] = Entry(kind="k", identity="", term=1, at=0.0, content=Content())
+    return State(name, line, model=Model(session=session, base="b"), used=used, loaded=True)
+
+
+def test_which_one_is_put_aside() -> None:
+    """Of silent sessions first, then the longest unused; in a queue, the one that comes last."""
+    models = [held("a", 1, asked=True), held("b", 3), held("c", 2)]
+    assert choose(models, frozenset()).name == "c"
+    assert choose([*models, held("d", 9, session="quiet")], frozenset({"quiet"})).name == "d"
+    assert choose([held("a", 1, asked=True), held("b", 2, asked=True)], frozenset()).name == "b"
+
+
+async def digests(**policy: Any) -> tuple[list[float], int]:
+    """What became of six models that were trained in turn, and how many were in memory at most."""
+    async with living(**policy) as (trainer, compute):
+        compute.may_end.set()
+        core = trainer.core
+        models = [await begin_model(core) for _ in range(6)]
+        found, most = [], 0
+        numbers = dict.fromkeys(models, 0)
+        for turn in range(1, 6):
+            for model in models[turn % 2 :: 1 + turn % 2]:
+                numbers[model] += 1
+                found.append(await step(core, model, numbers[model]))
+                most = max(most, len(core.in_memory()))
+        assert core.journal.failure is None
+        return found, most
+
+
+async def test_few_in_memory_come_to_the_same_as_all() -> None:
+    """Whatever was put aside goes on as if it had stayed."""
+    calm, most = await digests()
+    assert most == 6
+    tight, most = await digests(max_models=2)
+    assert most == 2
+    assert tight == calm
+
+
+async def test_a_model_is_refused_only_while_all_are_in_work() -> None:
+    """The caller hears 503 and when to come again; as soon as one rests there is room."""
+    async with living(max_models=2) as (trainer, compute):
+        core = trainer.core
+        models = [await begin_model(core) for _ in range(2)]
+        for model in models:
+            await core.submit(model, 1, STEP)
+        session = await core.create_session()
+        with pytest.raises(Unavailable, match="max_models") as refused:
+            await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
+        assert refused.value.retry_after_s
+        compute.may_end.set()
+        for model in models:
+            assert isinstance(await core.retrieve(f"{model}:1", 10), ops.Stepped)
+        await begin_model(core, session)
+        for model in models:
+            await step(core, model, 2)
+
+
+async def test_models_on_disk_have_a_bound_too() -> None:
+    """The message says which, and what to do; what was unloaded no longer counts."""
+    async with living(max_models=1, max_kept_models=3) as (trainer, compute):
+        compute.may_end.set()
+        core = trainer.core
+        models = [await begin_model(core) for _ in range(3)]
+        session = await core.create_session()
+        with pytest.raises(Unavailable, match=r"3 models.*unload"):
+            await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
+        await core.retrieve(await core.unload(models[0], ops.Unload()), 10)
+        await begin_model(core, session)
+        assert core.census() == {"in_memory": 1, "put_aside": 2}
+
+
+async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No model is dropped that was not kept; when there is room again, models take turns."""
+    async with living(max_models=1, room_s=0) as (trainer, compute):
+        compute.may_end.set()
+        core = trainer.core
+        first = await begin_model(core)
+        await step(core, first, 1)
+
+        async def full(*_: object) -> None:
+            raise NoRoom("the disk is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(core.vault, "save", full)
+            session = await core.create_session()
+            op = ops.CreateModel(session="", base="b")
+            request, _ = await core.create_model(session, 0, op)
+            outcome = await core.retrieve(request, 10)
+            assert isinstance(outcome, ops.Failed)
+            assert (outcome.category, "the disk is full" in outcome.error) == ("server", True)
+            assert [one.name for one in core.in_memory()] == [first]
+            await step(core, first, 2)
+        second = await begin_model(core)
+        await step(core, first, 3)
+        await step(core, second, 1)
+        assert core.journal.failure is None
+
+
+async def test_silent_sessions_make_room_and_lose_nothing() -> None:
+    """Their models are put aside though nothing needs the room; the next call brings them back."""
+    async with living(silent_s=60) as (trainer, compute):
+        compute.may_end.set()
+        core = trainer.core
+        quiet, loud = await begin_model(core), await begin_model(core)
+        before = await step(core, quiet, 1)
+        core.seen[quiet.rpartition("-")[0]] -= 61
+        await trainer.upkeep.look()
+        async with asyncio.timeout(10):
+            while len(core.in_memory()) != 1:
+                await asyncio.sleep(0)
+        assert [one.name for one in core.in_memory()] == [loud]
+        assert not core.find(quiet).ended
+        outcome = await core.retrieve(f"{quiet}:1", 10)
+        assert isinstance(outcome, ops.Stepped)
+        assert outcome.metrics["digest"] == before
+        await step(core, quiet, 2)
+        assert len(core.in_memory()) == 2
+
+
+PROGRAM = """
+import logging
+logging.disable(logging.CRITICAL)
+clients = [
+    service.create_lora_training_client(base_model=BASE, rank=4, seed=seed) for seed in range(3)
+]
+say(models=[client.model_id for client in clients])
+for step in range(3):
+    for at, client in enumerate(clients):  # gradients wait on disk while others compute
+        found = client.forward_backward([datum(f"{at} {step} wind")], "cross_entropy").result()
+        say(loss=found.metrics["loss:sum"])
+    for client in clients:
+        done = client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        say(norm=done.metrics["grad_norm:mean"])
+for client in clients:
+    client.save_state("end").result()
+    client.save_weights_for_sampler("end").result()
+say(done=True)
+"""
+
+
+def story(there: House) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the client heard, and the hashes of what it saved."""
+    lines = there.run(PROGRAM)
+    models = lines.pop(0)["models"]
+
+    async def hashes() -> list[str]:
+        return [
+            await there.content(f"{model}.{letter}.end") for model in models for letter in "ws"
+        ]
+
+    return lines, asyncio.run(hashes())
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str]]:
+    """The twin that nothing happens to, and whose models all stay in memory."""
+    with house(tmp_path_factory.mktemp("calm")) as there:
+        return story(there)
+
+
+KILLS = (
+    "trainer.aside.kept:kill@2!",
+    "trainer.aside.dropped:kill@3!",
+    "trainer.restored:kill@4!",
+    "trainer.checkpoint.captured:kill@3!",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_killed_while_models_are_swapped(
+    tmp_path: Path, calm: tuple[list[dict[str, Any]], list[str]]
+) -> None:
+    """SIGKILL while a model is put aside or comes back: the same bits as the calm twin."""
+    log = tmp_path / "faults"
+    with house(tmp_path, *trainer(";".join(KILLS), log), policy={"max_models": 1}) as there:
+        assert story(there) == calm
+        health = there.service.ask("GET", there.service.way(JOB, "/api/v1/healthz")).json
+    assert health["models"] == {"in_memory": 1, "put_aside": 2}
+    assert sorted(f"{one.point}:{one.action}@{one.hit}!" for one in fired(log)) == sorted(KILLS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_ranks_swap_the_same_models(
+    tmp_path: Path, calm: tuple[list[dict[str, Any]], list[str]]
+) -> None:
+    """Two ranks put aside and bring back in one order; killed in between, it is the same."""
+    log = tmp_path / "faults"
+    name, command = trainer("trainer.aside.kept:kill@2!;trainer.restored:kill@4!", log)
+    with house(tmp_path, name, f"{command} --ranks 2", policy={"max_models": 1}) as there:
+        assert story(there) == calm
+    assert fired(log)
+
+
+TWINS = """
+def trained(seed, others=()):
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=seed)
+    for step in range(2):
+        client.forward_backward([datum(f"{step} wind")], "cross_entropy").result()
+        for other in others:  # gradients wait on disk while others compute
+            other.forward([datum("rain")], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    client.save_state("end").result()
+    return client
+calm = trained(7)
+shaken = trained(7, [calm])
+say(models=[calm.model_id, shaken.model_id])
+service.close("success").result()
+"""
+
+
+def test_a_model_that_was_put_aside_is_its_calm_twin(tmp_path: Path) -> None:
+    """To the last bit, gradients too. When models end, what was put aside goes from the disk."""
+    with house(tmp_path, policy={"max_models": 1, "upkeep_s": 0.2}) as there:
+        models = there.run(TWINS)[0]["models"]
+        calm, shaken = (asyncio.run(there.content(f"{one}.w.end")) for one in models)
+        assert shaken == calm
+        log = "".join(one.read_text() for one in there.folder.rglob("events/*.jsonl"))
+        assert log.count('"type":"trainer.put_aside"') >= 4
+        home = there.folder / "trainers" / "local" / JOB / "weights"
+        wait_for(lambda: not list(home.glob("*.state/step_*")), "checkpoints are removed")
+        assert len(list(home.glob("*.w.end/step_*"))) == 2, "saves stay"
+        health = there.service.ask("GET", there.service.way(JOB, "/api/v1/healthz")).json
+        assert health["models"] == {"in_memory": 0, "put_aside": 0}
+
+
+MANY = """
+import logging
+logging.disable(logging.CRITICAL)
+clients = []
+for seed in range(200):
+    client = service.create_lora_training_client(base_model=BASE, rank=256, seed=seed)
+    client.forward_backward([datum("wind")], "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    clients.append(client)
+    if seed in (0, 19, 199):
+        say(made=seed + 1)
+        time.sleep(1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_memory_is_bounded_by_the_models_in_it(tmp_path: Path) -> None:
+    """200 models take the memory of 16, and those of a client that ended take none."""
+    policy = {"max_models": 16, "silent_s": 5.0, "upkeep_s": 0.5}
+    with house(tmp_path, policy=policy) as there:
+
+        def rss() -> float:
+            (process,) = there.service.processes("holdfast.trainer")
+            return float(process.memory_info().rss) / 2**20
+
+        with there.program(MANY) as program:
+            one, few, many = ((program.next()["made"], rss())[1] for _ in range(3))
+            print(f"RSS with 1, 20 and 200 models: {one:.0f}, {few:.0f}, {many:.0f} MiB")
+            assert few > one + 16 * 10, "models are large enough to be seen"
+            assert many < few + 100
+        way = there.service.way(JOB, "/api/v1/healthz")
+        wait_for(
+            lambda: (
+                there.service.ask("GET", way).json["models"] == {"in_memory": 0, "put_aside": 200}
+            ),
+            "the models of the client that ended are put aside",
+        )
+        assert rss() < one + 100
