@@ -80,6 +80,7 @@ async def serve(settings: GatewaySettings, counters: events.Counters) -> None:
             await until_signal(routes.run(), guests.run(), Steward(jobs).run())
         finally:
             await server.stop(settings.drain_s)
+            front.tell_unlogged()
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
