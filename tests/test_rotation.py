@@ -104,8 +104,10 @@ def test_a_kill_at_every_moment_of_the_change(
         monkeypatch.setattr(os, "link", no_links)
         renames: Iterator[Any] = iter([Path.rename, die])
         monkeypatch.setattr(Path, "rename", lambda *given: next(renames)(*given))
+    elif moment == "link":
+        monkeypatch.setattr(os, "link", die)
     else:
-        monkeypatch.setattr(*((os, "link") if moment == "link" else (Path, "rename")), die)
+        monkeypatch.setattr(Path, "rename", die)
     with pytest.raises(Killed):
         rotation.succeed(path, 1)
     monkeypatch.undo()
