@@ -8,6 +8,7 @@ its writer gives it a number and goes on in a new one (`x.jsonl.1`, `x.jsonl`), 
 the end. Links are not followed. Nothing is ever written.
 """
 
+import math
 import os
 import re
 import threading
@@ -26,7 +27,7 @@ _FIND_S = 1.0
 _LOOKS = 5
 """How often the last look begins again when files get numbers meanwhile."""
 _RANK = re.compile(r"e\d+-c\d+-r\d+-(\d{1,9})")
-_LOG = re.compile(r"^[^.].*\.jsonl(\.[0-9]+)?$")
+_LOG = re.compile(r"(.*\.jsonl)(?:\.([0-9]+))?")
 _CHUNK_BYTES = 1 << 22
 _MAX_DEPTH = 7
 _NOT_BELOW = frozenset({"base", "journal", "weights"})
@@ -76,17 +77,20 @@ class Tail:
     def _find(self, now: float, into: list[Told]) -> None:
         """Look which files there are."""
         self._found_at = now
-        before, self._files = self._files, {}
-        for path, identity in sorted(_event_files(self.folder)):
-            if identity in self._files:
+        before = self._files
+        found: dict[tuple[int, int], _File] = {}
+        there = _event_files(self.folder)
+        for path, identity in sorted(there, key=lambda one: _age(one[0]), reverse=True):
+            if identity in found:
                 continue  # its writer was killed while it gave it a number: this is a second name
             known = before.get(identity)
-            if known is not None and path == f"{known.path}.{_number(path)}":
+            if known is not None and _LOG.sub(r"\1", path) == known.path:
                 known.path = path  # it has got its number
             if known is None or known.path != path:
                 known = _File(path)
                 into += _silent(path)
-            self._files[identity] = known
+            found[identity] = known
+        self._files = dict(sorted(found.items(), key=lambda one: _age(one[1].path)))
 
     def _read(self, identity: tuple[int, int], file: _File, into: list[Told]) -> bool:
         """Read a piece of a file; whether there may be more."""
@@ -193,8 +197,10 @@ def _silent(path: str) -> list[Told]:
     return [Told("", about.st_mtime, process, int(match[1]))]
 
 
-def _number(path: str) -> str:
-    return path.rpartition(".")[2]
+def _age(path: str) -> float:
+    """The number of a log's older file; the one that is written comes last."""
+    match = _LOG.fullmatch(path)
+    return int(match[2]) if match and match[2] else math.inf
 
 
 def _event_files(folder: Path) -> list[tuple[str, tuple[int, int]]]:
@@ -211,7 +217,7 @@ def _event_files(folder: Path) -> list[tuple[str, tuple[int, int]]]:
                         if depth < _MAX_DEPTH and entry.name not in _NOT_BELOW:
                             todo.append((entry.path, depth + 1))
                     elif (
-                        _LOG.search(entry.name)
+                        _LOG.fullmatch(entry.name)
                         and Path(path).name == "events"
                         and entry.is_file(follow_symlinks=False)
                     ):
