@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import files, procs
 from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
+from holdfast.jobs.logs import Logs
 from holdfast.procs import HeldPort, spawn
 from patience import HANG_S
 
@@ -218,3 +220,47 @@ def test_a_server_takes_the_port_that_is_held_for_it(host: str) -> None:
                 client.close()
                 with pytest.raises(OSError, match="in use"):
                     socket.create_server((host, port), family=family)
+
+
+def test_a_log_takes_a_bounded_part_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older half goes while the child writes on; the end and all positions stay."""
+    log = tmp_path / "child.log"
+    code = "import sys\nfor n in range(60_000): print(f'{n:08}', flush=n % 1000 == 0)\n"
+    code += "sys.stdin.read()\nprint('the end', flush=True)"
+    with procs.spawn([sys.executable, "-c", code], log=log, stdin=subprocess.PIPE) as child:
+        child.wait_until(lambda: log.stat().st_size >= 59_000 * 9, HANG_S)
+        before = log.stat().st_size
+        monkeypatch.setattr(procs, "LOG_BYTES", 256 << 10)
+        child.trim_log()
+        assert log.stat().st_size >= before
+        assert log.stat().st_blocks * 512 <= 256 << 10
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        assert child.wait(HANG_S) == 0
+        assert "the end" in child.tail()
+    text = log.read_bytes()
+    assert len(text) == 60_000 * 9 + 8
+    assert text.lstrip(b"\0").endswith(b"00059998\n00059999\nthe end\n")
+    epoch = tmp_path / "logs" / "a" / "j" / "epoch-1.log"
+    epoch.parent.mkdir(parents=True)
+    log.rename(epoch)
+    _, piece, following = Logs(tmp_path).read("a", "j", 0, 0, 1)
+    assert "\0" not in piece, "a reader begins with what is there"
+    assert following > 256 << 10
+    assert Logs(tmp_path).read("a", "j", 0, len(text), 1) == (1, "", len(text))
+
+
+def test_where_there_are_no_holes_a_log_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is kept in any case."""
+    log = tmp_path / "logs" / "a" / "j" / "epoch-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"x" * (1 << 20))
+    monkeypatch.setattr(files, "_fallocate", lambda *_: -1)
+    files.trim(log, 256 << 10)
+    assert log.stat().st_size == 0
+    log.write_bytes(b"anew")
+    assert Logs(tmp_path).read("a", "j", 0, 1 << 19, 1) == (1, "anew", 4)

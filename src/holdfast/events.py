@@ -10,16 +10,19 @@ Terminal, web page, report and Prometheus are views of these files. Invariants:
 - **Lines are whole and in order.** A line of which the disk took a part is completed first.
   `seq` counts from 1 without gaps; an `events.dropped` stands for `count` of them, the
   first of which is its own.
+- **A log is bounded.** It goes on in a new file when `file_bytes` are written (`rotation.py`), and
+  beyond `files` older ones the oldest is dropped. The default of 4 GiB is for what must be whole.
 - **Versions mix.** A reader fills in what an older writer left out, ignores what a newer
   one added, and gives what it does not know as `Unknown`.
 
 A part adds an event with `class LeaseLost(Event, frozen=True, tag="lease.lost")`. A log
 belongs to the process that opened it: after a fork the child has none, until it opens its
 own. An event emitted by a signal handler in the middle of an emit is written right after
-that one. Not done here: rotation, and deciding anything.
+that one. Not done here: deciding anything.
 """
 
 import atexit
+import contextlib
 import fcntl
 import os
 import re
@@ -29,12 +32,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
+from holdfast import rotation
 from holdfast.errors import Corrupt, Mistake, NotFound
 from holdfast.files import append_to
 
@@ -53,6 +57,8 @@ __all__ = [
 ]
 
 MAX_LINE_BYTES = 1 << 20
+FILE_BYTES = 64 << 20
+FILES = 63
 _LABEL_CHARS = 100
 _OTHER = "other"
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
@@ -159,9 +165,11 @@ class EventLog:
         buffer: int = 10_000,
         sinks: Iterable[Callable[[Event], None]] = (),
         now: Callable[[], float] = time.time,
+        file_bytes: int = FILE_BYTES,
+        files: int = FILES,
     ) -> None:
-        if buffer < 1:
-            raise Mistake(f"buffer is at least 1, not {buffer}")
+        if min(buffer, file_bytes, files) < 1:
+            raise Mistake(f"{buffer=}, {file_bytes=} and {files=} are at least 1")
         if not process or not process.isprintable() or len(process) > _LABEL_CHARS:
             raise Mistake(f"{process[:_LABEL_CHARS]!r} cannot be the name of a process")
         self.path = path
@@ -180,6 +188,8 @@ class EventLog:
         # `_rest` is what is left of the line that was begun; it goes before any other.
         self._fd, self._rest = _open(path)
         self._size = os.fstat(self._fd).st_size
+        self._file_bytes, self._files = file_bytes, files
+        self._number = max((number for number, _ in rotation.older(path)), default=0) + 1
         _open_logs.add(self)
 
     @property
@@ -264,6 +274,8 @@ class EventLog:
                     self._writing = True
                     wrote = os.write(self._fd, self._rest)
                 else:
+                    if self._size >= self._file_bytes:
+                        self._rotate()
                     self._begin()
                     continue
                 self._size += wrote
@@ -271,6 +283,22 @@ class EventLog:
                 self._writing = False
         except OSError:
             self._writing = False  # no room, nothing written: it waits for the next emit
+
+    def _rotate(self) -> None:
+        """Go on in a new file, if there is room for one; else in this one."""
+        following = self._number + 1
+        try:
+            fd = rotation.succeed(self.path, self._number)
+        except FileExistsError:
+            self._number = following
+            return
+        except OSError:
+            return
+        before = self._fd
+        self._fd, self._size, self._number = fd, 0, following
+        with contextlib.suppress(OSError):
+            os.close(before)
+            rotation.drop(self.path, self._files)
 
     def _begin(self) -> None:
         """Make the next line the one that is being written."""
@@ -297,13 +325,18 @@ _default: EventLog | None = None
 
 
 def configure(
-    path: Path, process: str, *, sinks: Iterable[Callable[[Event], None]] = ()
+    path: Path,
+    process: str,
+    *,
+    sinks: Iterable[Callable[[Event], None]] = (),
+    file_bytes: int = FILE_BYTES,
+    files: int = FILES,
 ) -> EventLog:
     """Make this the log that `emit` writes to, in place of the one before."""
     global _default
     if _default is not None and _default.path == path:
         unconfigure()  # a file has one writer, also within a process
-    log = EventLog(path, process=process, sinks=sinks)
+    log = EventLog(path, process=process, sinks=sinks, file_bytes=file_bytes, files=files)
     before, _default = _default, log
     if before is not None:
         before.close()
@@ -338,19 +371,22 @@ atexit.register(unconfigure)
 
 def _open(path: Path) -> tuple[int, bytes]:
     """Open for appending, as the only writer; also returns what the last line lacks."""
-    fd = append_to(path, also_read=True)
-    try:
+    while True:
+        fd = append_to(path, also_read=True)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if rotation.settle(path, fd):
+                return fd, _heal(fd, path)
         except BlockingIOError:
+            os.close(fd)
             raise Mistake(
                 f"{path} is being written by another process: give each its own file, "
                 "for example with the process id in its name"
             ) from None
-        return fd, _heal(fd, path)
-    except BaseException:
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)
-        raise
 
 
 def _heal(fd: int, path: Path) -> bytes:
@@ -368,26 +404,31 @@ def _heal(fd: int, path: Path) -> bytes:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Give the events of a file, those that are whole; it may still be written.
+    """Give the events of a log, of all its files, those that are whole; it may still be written.
 
     A torn last line is what a killed writer leaves, and ends the reading. A torn line
     anywhere else raises `Corrupt` with its number.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise NotFound(f"there is no event log {path}") from None
-    with file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            event = _decode(line)
-            if event is not None:
-                yield event
-            elif line.endswith(b"\n") or len(line) > MAX_LINE_BYTES:
-                raise Corrupt(f"{path}: line {number} is not a whole event")
-            else:
-                return  # its rest may come while we look: that would not be a line
+    found = False
+    for one, fd in rotation.in_order(path):
+        found = True
+        with open(fd, "rb", closefd=False) as file:
+            yield from _events(one, file)
+    if not found:
+        raise NotFound(f"there is no event log {path}")
+
+
+def _events(path: Path, file: BinaryIO) -> Iterator[Event]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        event = _decode(line)
+        if event is not None:
+            yield event
+        elif line.endswith(b"\n") or len(line) > MAX_LINE_BYTES:
+            raise Corrupt(f"{path}: line {number} is not a whole event")
+        else:
+            return  # its rest may come while we look: that would not be a line
 
 
 def _decode(line: bytes) -> Event | None:

@@ -10,6 +10,7 @@ that the user gave it. Root's files and folders count as ours: root can do every
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
@@ -17,8 +18,11 @@ from pathlib import Path
 
 from holdfast.errors import Denied, HoldfastError, Mistake, NoRoom, NotFound
 
-__all__ = ["append_to", "owned_by_us", "private_folder", "write_private"]
+__all__ = ["append_to", "owned_by_us", "private_folder", "trim", "write_private"]
 
+_PUNCH_HOLE = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_BLOCK = 1 << 16
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 _APPEND = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -68,6 +72,30 @@ def append_to(path: Path, *, also_read: bool = False) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def trim(path: Path, most: int) -> None:
+    """Give back the older half of a log that takes more than `most` bytes of the disk.
+
+    Its writer holds it open, so it stays the same file: what goes becomes a hole, and positions
+    of readers stay right. Where the file system has no holes, all of it goes.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return  # it was removed, or is not ours: there is nothing to bound
+    try:
+        about = os.fstat(fd)
+        if about.st_blocks * 512 <= most or not stat.S_ISREG(about.st_mode):
+            return
+        end = (about.st_size - most // 2) // _BLOCK * _BLOCK
+        if end <= 0:
+            return
+        where = (ctypes.c_int64(0), ctypes.c_int64(end))
+        if _fallocate is None or _fallocate(fd, _PUNCH_HOLE, *where):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, Unavailable
-from holdfast.files import append_to, private_folder
+from holdfast.files import append_to, private_folder, trim
 
 __all__ = ["Child", "HeldPort", "die_with_parent", "spawn"]
 
+LOG_BYTES = 64 << 20
+"""What a child's log may take of the disk, if it is trimmed every TRIM_S."""
+TRIM_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 _TAIL_BYTES = 4096
@@ -126,6 +129,11 @@ class Child:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-5:]
         return ": " + " | ".join(lines) if lines else ""
+
+    def trim_log(self) -> None:
+        """Bound what its log takes of the disk: to be called now and then while it runs."""
+        if self.log is not None:
+            trim(self.log, LOG_BYTES)
 
     def __enter__(self) -> "Child":
         return self

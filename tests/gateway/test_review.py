@@ -160,6 +160,23 @@ def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
         part.end(0.0)
 
 
+def test_the_log_of_a_part_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor looks after that while it runs."""
+    monkeypatch.setattr(procs, "LOG_BYTES", 128 << 10)
+    log = tmp_path / "g.log"
+    log.write_bytes(b"x" * (1 << 20))
+    settings = GatewaySettings(
+        run="r", ledger="etcd://127.0.0.1:9", name="g", folder=str(tmp_path)
+    )
+    part = Part("g", "holdfast.gateway.process", settings, log)
+    part.start()
+    try:
+        wait_for(lambda: part.look() is not None or log.stat().st_blocks * 512 < 128 << 10, "it")
+        assert log.stat().st_blocks * 512 < 128 << 10
+    finally:
+        part.end(0.0)
+
+
 def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
     with started(tmp_path, 0, "--host", "::1"):
         wait_for(lambda: "serving at" in said(tmp_path), "it says so")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from holdfast.jobs import decide
 from holdfast.jobs.host import Host
 from holdfast.jobs.host_process import HostSettings, _is_dead, _me
 from holdfast.jobs.launcher import Running, Ticket
-from holdfast.jobs.local import LocalLauncher
+from holdfast.jobs.local import LocalLauncher, log_file
 from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import SETTINGS
 from holdfast.jobs.store import Jobs, Seen
@@ -254,6 +255,29 @@ async def test_the_command_of_a_trainer_is_found(tmp_path: Path) -> None:
     assert (await running.serving()).startswith("127.0.0.1:")
     await running.stop(5.0)
     assert trainers() == []
+
+
+async def test_what_trainers_write_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one runs, and over its epochs: of a job that is started again and again the newest
+    logs are kept."""
+    monkeypatch.setattr(procs, "LOG_BYTES", 128 << 10)
+    monkeypatch.setattr(procs, "TRIM_S", 0.02)
+    code = "import time\nfor _ in range(60_000): print('x' * 31)\ntime.sleep(600)"
+    command = shlex.join([sys.executable, "-u", "-c", code])
+    launcher = LocalLauncher({"default": command}, tmp_path, "memory:")
+    old, log = (log_file(tmp_path, "a", "j", epoch) for epoch in (1, 33))
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"old")
+    log.with_name("epoch-2.log").write_bytes(b"old")
+    running = await launcher.start(Ticket(run="r", account="a", job="j", epoch=33, spec={}))
+    async with asyncio.timeout(HANG_S):
+        while log.stat().st_size < 60_000 * 32 or log.stat().st_blocks * 512 > 128 << 10:
+            await asyncio.sleep(0.01)
+    await running.stop(0.0)
+    assert not old.exists()
+    assert log.with_name("epoch-2.log").exists()
 
 
 def host_process(tmp_path: Path) -> procs.Child:

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from holdfast import events
+from holdfast import events, rotation
 from holdfast.chaos import strikes
 from holdfast.chaos.line import Line
 from holdfast.chaos.plan import Clause, parse, storm
@@ -89,7 +89,8 @@ class Tale:
     def __init__(self, folder: Path) -> None:
         self._events = folder / "events" / "orchestrator.jsonl"
         self._faults = folder / "faults.jsonl"
-        self._places = {self._events: 0, self._faults: 0}
+        self._places: dict[int, int] = {}
+        """By inode: how far a file has been read, also when it gets a number meanwhile."""
         self.step = 0
         self.trained: list[tuple[int, float]] = []
         self.fired: list[_Told] = []
@@ -104,14 +105,16 @@ class Tale:
                 self.trained.append((told.step, told.at))
 
     def _new(self, path: Path) -> Iterator[_Told]:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(self._places[path])
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._places[path] += len(line)
-                with contextlib.suppress(msgspec.MsgspecError):
-                    yield msgspec.json.decode(line, type=_Told)
+        for _, fd in rotation.in_order(path):
+            inode = os.fstat(fd).st_ino
+            with open(fd, "rb", closefd=False) as file:
+                file.seek(self._places.setdefault(inode, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._places[inode] += len(line)
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        yield msgspec.json.decode(line, type=_Told)
 
 
 class Chaos:

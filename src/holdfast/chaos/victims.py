@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast import rotation
 from holdfast.chaos.below import below
 from holdfast.chaos.processes import Identity, identify
 from holdfast.errors import Gone
@@ -60,8 +61,8 @@ def _part(folder: Path, name: str) -> int:
 
 def _newest(folder: Path, kind: str, part: str = "") -> _Told:
     found = _Told(type="")
-    try:
-        with (folder / "events" / "supervisor.jsonl").open("rb") as file:
+    for _, fd in rotation.in_order(folder / "events" / "supervisor.jsonl"):
+        with open(fd, "rb", closefd=False) as file:
             for line in file:
                 try:
                     told = msgspec.json.decode(line[:_LINE_BYTES], type=_Told)
@@ -69,6 +70,4 @@ def _newest(folder: Path, kind: str, part: str = "") -> _Told:
                     continue  # torn: it is being written
                 if told.type == kind and told.part == part:
                     found = told
-    except FileNotFoundError:
-        pass
     return found

@@ -75,6 +75,8 @@ class History:
     flaws: Sequence[Flaw] = ()
     metrics: Sequence[MetricsLine] | None = None
     """None: there is no such file."""
+    cut: frozenset[str] = frozenset()
+    """The logs whose beginning was dropped, because they were too long."""
 
     @cached_property
     def _by_type(self) -> dict[type[Record], list[Entry[Record]]]:
@@ -130,7 +132,8 @@ class History:
         """How many events of these types are known to be lost, at most."""
         tags = {str(kind.__struct_config__.tag) for kind in types}
         refused = sum(one.event.kind in tags for one in self.of(LineRefused))
-        return refused + sum(one.event.count for one in self.of(LinesDropped))
+        dropped = sum(one.event.count for one in self.of(LinesDropped))
+        return refused + dropped + len(self.cut)
 
 
 def grouped(entries: Iterable[Entry[E]], keys: Iterable[K]) -> dict[K, list[Entry[E]]]:

@@ -29,6 +29,7 @@ __all__ = [
     "not_found",
     "problem",
     "too_many",
+    "too_often",
 ]
 
 Kind = Literal["submit", "poll"]
@@ -130,6 +131,18 @@ def too_many(what: str) -> Answer:
         f"this account has too many {what} at this gateway: wait for the answers to earlier "
         "ones, then send the same request again",
         ("retry-after-ms", "1000"),
+        ("x-should-retry", "true"),
+    )
+
+
+def too_often(wait_s: int) -> Answer:
+    """A caller without a valid key comes again and again from one address."""
+    return problem(
+        429,
+        "too_many_without_key",
+        "too many requests without a valid API key have come from this address: check the key, "
+        f"and wait {wait_s} s",
+        ("retry-after", str(wait_s)),
         ("x-should-retry", "true"),
     )
 

@@ -20,14 +20,15 @@ from holdfast.errors import Denied, Retriable, TooLarge, UnknownOutcome
 from holdfast.gateway import answers
 from holdfast.gateway.answers import Answer, Route
 from holdfast.gateway.desk import Desk, Sent
-from holdfast.gateway.http import Exchange, Lost, Refused, Relayed, Truncated, Withheld
+from holdfast.gateway.http import Exchange, Head, Lost, Refused, Relayed, Truncated, Withheld
 from holdfast.gateway.routes import Routes
+from holdfast.gateway.strangers import Strangers
 from holdfast.jobs.accounts import Guests
 from holdfast.jobs.api import BODY_BYTES, Api, Request
 from holdfast.jobs.fence import SECRET_HEADER, Incarnation
 from holdfast.jobs.records import NAME
 
-__all__ = ["Access", "Front"]
+__all__ = ["Access", "Front", "Unlogged"]
 
 _TRAINER = re.compile(r"/training/v1/rlorTrainerJobs/([^/]*)/([^/]*)(/.*)")
 _TINKER: Final = "/api/v1/"
@@ -53,6 +54,17 @@ class Access(events.Event, frozen=True, tag="gateway.access"):
     code: str = ""
 
 
+class Unlogged(events.Event, frozen=True, tag="gateway.unlogged"):
+    """Requests of callers without a key that were refused and have no line of their own."""
+
+    count: int
+
+
+class _TooOften(Exception):
+    def __init__(self, wait_s: int) -> None:
+        self.wait_s = wait_s
+
+
 class Front:
     """The handler of one gateway process."""
 
@@ -65,7 +77,9 @@ class Front:
         metrics: Callable[[], bytes] = lambda: b"",
         *,
         access_log: bool = True,
+        strangers: Strangers | None = None,
     ) -> None:
+        self._strangers = strangers or Strangers(time.monotonic)
         self._guests = guests
         self._routes = routes
         self._desk = desk
@@ -87,13 +101,26 @@ class Front:
                 await visit.answer(answers.too_many(over))
             else:
                 await self._serve(visit, path)
+        except _TooOften as error:
+            await visit.answer(answers.too_often(error.wait_s))
         except Denied as error:
             answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
             await visit.answer(answer)
         except (Retriable, UnknownOutcome) as error:
             await visit.answer(answers.late("submit", f"the ledger cannot be asked now ({error})"))
         if self._access_log:
+            self._log(visit)
+
+    def _log(self, visit: "_Visit") -> None:
+        """Write a line; for callers without a key, so many that they cannot fill the disk."""
+        if visit.account or self._strangers.may_log():
+            self.tell_unlogged()
             visit.log()
+
+    def tell_unlogged(self) -> None:
+        """Say how many requests had no line, if there were any. Also when this gateway ends."""
+        if count := self._strangers.unlogged():
+            events.emit(Unlogged(count=count))
 
     async def _serve(self, visit: "_Visit", path: str) -> None:
         if path.startswith(_CONTROL):
@@ -117,16 +144,15 @@ class Front:
     # ---- who ---------------------------------------------------------------------
 
     async def _who(self, exchange: Exchange) -> str:
-        """The account that the caller's key belongs to."""
-        key, bearer = exchange.head.get(b"x-api-key"), exchange.head.get(b"authorization")
-        if bearer is not None:
-            scheme, _, token = bearer.partition(b" ")
-            if scheme.lower() != b"bearer" or (key is not None and key != token.strip()):
-                raise Denied("give one API key, as X-Api-Key or as a bearer token")
-            key = token.strip()
-        if key is None:
-            raise Denied("give an API key, as X-Api-Key or as a bearer token")
-        return await self._guests.who(key.decode("latin-1"))
+        """The account that the caller's key belongs to. A key that is known is never held up."""
+        key, complaint = _given(exchange.head)
+        if not complaint and (account := self._guests.known(key)):
+            return account
+        if wait_s := self._strangers.knock(exchange.peer):
+            raise _TooOften(wait_s)
+        if complaint:
+            raise Denied(complaint)
+        return await self._guests.who(key)
 
     # ---- the ways ----------------------------------------------------------------
 
@@ -175,6 +201,19 @@ class Front:
         if path == "/healthz" or ready:
             return Answer(200, b'{"status":"ok"}')
         return answers.problem(503, "not_ready", "the ledger has not been read yet")
+
+
+def _given(head: Head) -> tuple[str, str]:
+    """The key that came with a request, or what is wrong with it."""
+    key, bearer = head.get(b"x-api-key"), head.get(b"authorization")
+    if bearer is not None:
+        scheme, _, token = bearer.partition(b" ")
+        if scheme.lower() != b"bearer" or (key is not None and key != token.strip()):
+            return "", "give one API key, as X-Api-Key or as a bearer token"
+        key = token.strip()
+    if key is None:
+        return "", "give an API key, as X-Api-Key or as a bearer token"
+    return key.decode("latin-1"), ""
 
 
 class _Visit:

@@ -32,6 +32,10 @@ from holdfast.timeouts import DEFAULTS
 __all__ = ["GatewaySettings", "main"]
 
 
+_ACCESS_LOG = {"file_bytes": 16 << 20, "files": 15}
+"""How long the log may be when it has a line for every request: 256 MiB, some million lines."""
+
+
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a gateway needs to know."""
 
@@ -80,6 +84,7 @@ async def serve(settings: GatewaySettings, counters: events.Counters) -> None:
             await until_signal(routes.run(), guests.run(), Steward(jobs).run())
         finally:
             await server.stop(settings.drain_s)
+            front.tell_unlogged()
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
@@ -107,7 +112,8 @@ def main() -> None:
     private_folder(log.parent)
     _raise_open_files()
     counters = events.Counters()
-    events.configure(log, process=settings.name, sinks=[counters])
+    bounds = _ACCESS_LOG if settings.access_log else {}
+    events.configure(log, process=settings.name, sinks=[counters], **bounds)
     run(serve(settings, counters))
 
 

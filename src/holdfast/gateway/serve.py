@@ -60,6 +60,7 @@ class Part:
         self._began = 0.0
         self._not_before = 0.0
         self._wait_s = 0.0
+        self._trim_at = 0.0
         self.deaths = 0
         self.last_words = ""
 
@@ -86,6 +87,9 @@ class Part:
                     self._not_before = now + _WAIT_MAX_S
             return None
         if self._child.alive():
+            if now >= self._trim_at:
+                self._trim_at = now + procs.TRIM_S
+                self._child.trim_log()
             return None
         code = self._child.wait(1.0)
         self.last_words = self._child.tail()

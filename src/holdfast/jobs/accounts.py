@@ -235,18 +235,23 @@ class Guests:
             key.id: (account.name, key) for account in accounts.values() for key in account.keys
         }
 
+    def known(self, key: str) -> str:
+        """The account that a key belongs to, if it is valid as far as was heard; or nothing."""
+        key_id, secret = split_key(key) or ("", "")
+        account, kept = self._by_id.get(key_id, ("", _NOBODY))
+        right = hmac.compare_digest(_hash(secret), kept.sha256)
+        over = 0 < kept.expires_at <= self._wall()
+        return account if right and not over else ""
+
     async def who(self, key: str) -> str:
         """The account that a key belongs to. Raises `Denied`, or `Retriable`: nobody knows now."""
         parts = split_key(key)
         if parts is None:
             raise Denied("this is not an API key of this service: it begins with tml-")
-        key_id, secret = parts
-        if key_id not in self._by_id:
+        if parts[0] not in self._by_id:
             await self._look()
-        account, kept = self._by_id.get(key_id, ("", _NOBODY))
-        right = hmac.compare_digest(_hash(secret), kept.sha256)
-        over = 0 < kept.expires_at <= self._wall()
-        if not right or over:
+        account = self.known(key)
+        if not account:
             raise Denied("this API key is not known, or no longer valid")
         return account
 

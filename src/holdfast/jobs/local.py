@@ -36,6 +36,8 @@ __all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
 
 _IMPORTS_S = 60.0
 """Longer than this, nobody waits for a nursery."""
+_LOGS = 32
+"""Of how many epochs of a job the output is kept."""
 _LOOK_S = 0.02
 _PROBE_S = 0.1
 _PROBE_LIMIT_S = 5.0
@@ -97,6 +99,8 @@ class LocalLauncher(Launcher):
             "PORT": str(port),
         }
         log = log_file(self._folder, ticket.account, ticket.job, ticket.epoch)
+        old = log_file(self._folder, ticket.account, ticket.job, ticket.epoch - _LOGS)
+        old.unlink(missing_ok=True)
         try:
             given: Any = {"name": who.name, "env": env, "log": log}
             words = [arg.replace("{port}", str(port)) for arg in argv]
@@ -172,8 +176,15 @@ class LocalProcess(Running):
         self._ended = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(child.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Bound its log, now and then."""
+        self._child.trim_log()
+        self._trimming = asyncio.get_running_loop().call_later(procs.TRIM_S, self._trim)
 
     def _on_end(self) -> None:
+        self._trimming.cancel()
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._held.close()

@@ -1,5 +1,6 @@
 """What trainers have written, read piece by piece."""
 
+import os
 from pathlib import Path
 
 from holdfast.errors import NotFound
@@ -25,10 +26,21 @@ class Logs:
             path = log_file(self._folder, account, job, one)
             if path.is_file():
                 with path.open("rb") as file:
-                    file.seek(offset)
-                    piece = file.read(PIECE_BYTES)
+                    offset = _begin(file.fileno(), offset)
+                    piece = os.pread(file.fileno(), PIECE_BYTES, offset)
                 return one, piece.decode(errors="replace"), offset + len(piece)
         which = f"epoch {epoch}" if epoch else "any epoch"
         raise NotFound(
             f"{job} has no log of {which} on this machine: it has not been started here"
         )
+
+
+def _begin(fd: int, offset: int) -> int:
+    """Where there is something to read at or behind a position: the beginning may be gone."""
+    size = os.fstat(fd).st_size
+    if offset > size:
+        return 0  # all of it is gone, and it has begun anew
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError:
+        return size if offset == size else offset

@@ -37,6 +37,7 @@ NOISE = frozenset(
         "client.probed",
         "client.retried",
         "gateway.access",
+        "gateway.unlogged",
         "launch.warm.ready",
         "rollout.made",
         "trainer.answered",

@@ -3,10 +3,12 @@
 Events come in the order of their time, as well as it can be had: what was written while the
 files were being read waits for the next look, so that nobody's later event overtakes an
 earlier one of another file. A torn last line waits for its rest, or for the writer that
-cuts it off; a line that is no event is counted and left out. Links are not followed.
-Nothing is ever written.
+cuts it off; a line that is no event is counted and left out. A file is known by its inode: when
+its writer gives it a number and goes on in a new one (`x.jsonl.1`, `x.jsonl`), both are read to
+the end. Links are not followed. Nothing is ever written.
 """
 
+import math
 import os
 import re
 import threading
@@ -22,7 +24,10 @@ __all__ = ["LOOK_S", "Live", "Tail", "look"]
 LOOK_S = 0.2
 """How often files are looked at."""
 _FIND_S = 1.0
+_LOOKS = 5
+"""How often the last look begins again when files get numbers meanwhile."""
 _RANK = re.compile(r"e\d+-c\d+-r\d+-(\d{1,9})")
+_LOG = re.compile(r"(.*\.jsonl)(?:\.([0-9]+))?")
 _CHUNK_BYTES = 1 << 22
 _MAX_DEPTH = 7
 _NOT_BELOW = frozenset({"base", "journal", "weights"})
@@ -46,7 +51,8 @@ class Tail:
         self.strange = 0
         """Lines that were no events."""
         self._now = now
-        self._files: dict[str, _File] = {}
+        self._files: dict[tuple[int, int], _File] = {}
+        """By device and inode."""
         self._found_at = float("-inf")
         self._held: list[Told] = []
 
@@ -54,22 +60,39 @@ class Tail:
         """What is new, in order; `everything` if there will be no other look."""
         began = self._now()
         fresh: list[Told] = []
-        if everything or not 0.0 <= began - self._found_at < _FIND_S:
-            self._found_at = began
-            for path in _event_files(self.folder):
-                if path not in self._files:
-                    self._files[path] = _File(path)
-                    fresh += _silent(path)
-        for file in self._files.values():
-            while self._read(file, fresh):
-                pass
+        for _ in range(_LOOKS if everything else 1):
+            if everything or not 0.0 <= began - self._found_at < _FIND_S:
+                self._find(began, fresh)
+            for identity, file in self._files.items():
+                while self._read(identity, file, fresh):
+                    pass
+            if self._found_at == began:
+                break  # no file got its number meanwhile
         fresh.sort(key=lambda event: event.at)
         late = [] if everything else [event for event in fresh if event.at > began]
         ready = [*self._held, *fresh[: len(fresh) - len(late)]]
         self._held = late
         return sorted(ready, key=lambda event: event.at)
 
-    def _read(self, file: _File, into: list[Told]) -> bool:
+    def _find(self, now: float, into: list[Told]) -> None:
+        """Look which files there are."""
+        self._found_at = now
+        before = self._files
+        found: dict[tuple[int, int], _File] = {}
+        there = _event_files(self.folder)
+        for path, identity in sorted(there, key=lambda one: _age(one[0]), reverse=True):
+            if identity in found:
+                continue  # its writer was killed while it gave it a number: this is a second name
+            known = before.get(identity)
+            if known is not None and _LOG.sub(r"\1", path) == known.path:
+                known.path = path  # it has got its number
+            if known is None or known.path != path:
+                known = _File(path)
+                into += _silent(path)
+            found[identity] = known
+        self._files = dict(sorted(found.items(), key=lambda one: _age(one[1].path)))
+
+    def _read(self, identity: tuple[int, int], file: _File, into: list[Told]) -> bool:
         """Read a piece of a file; whether there may be more."""
         try:
             fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -80,7 +103,10 @@ class Tail:
             state = (about.st_ino, about.st_size, about.st_mtime_ns)
             if state == file.state:
                 return False
-            if file.state and file.state[0] != about.st_ino:
+            if (about.st_dev, about.st_ino) != identity:
+                self._found_at = float("-inf")  # it has got a number, or another took its place
+                return False
+            if about.st_size < file.offset:
                 file.offset = 0
             data = os.pread(fd, _CHUNK_BYTES, file.offset)
         except OSError:
@@ -171,9 +197,15 @@ def _silent(path: str) -> list[Told]:
     return [Told("", about.st_mtime, process, int(match[1]))]
 
 
-def _event_files(folder: Path) -> list[str]:
-    """Every `events/*.jsonl` at or below the folder."""
-    found: list[str] = []
+def _age(path: str) -> float:
+    """The number of a log's older file; the one that is written comes last."""
+    match = _LOG.fullmatch(path)
+    return int(match[2]) if match and match[2] else math.inf
+
+
+def _event_files(folder: Path) -> list[tuple[str, tuple[int, int]]]:
+    """Every `events/*.jsonl`, or `.jsonl.N`, at or below the folder, with its identity."""
+    found: list[tuple[str, tuple[int, int]]] = []
     todo, visited = [(str(folder), 0)], 0
     while todo and visited < _MAX_FOLDERS:
         path, depth = todo.pop(0)
@@ -185,11 +217,12 @@ def _event_files(folder: Path) -> list[str]:
                         if depth < _MAX_DEPTH and entry.name not in _NOT_BELOW:
                             todo.append((entry.path, depth + 1))
                     elif (
-                        entry.name.endswith(".jsonl")
+                        _LOG.fullmatch(entry.name)
                         and Path(path).name == "events"
                         and entry.is_file(follow_symlinks=False)
                     ):
-                        found.append(entry.path)
+                        about = entry.stat(follow_symlinks=False)
+                        found.append((entry.path, (about.st_dev, about.st_ino)))
         except OSError:
             continue  # it went away, or is not ours to read
     return found

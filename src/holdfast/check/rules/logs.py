@@ -1,7 +1,8 @@
 """What all other rules rest on: the logs are whole.
 
 Relied upon: a line is one write; a life that begins cuts off what its predecessor left torn; `seq`
-counts from 1 in every life, and what was dropped for want of room is told as `events.dropped`.
+counts from 1 in every life, and what was dropped for want of room is told as `events.dropped`. Of
+a log whose oldest files were dropped, counting begins with what is left.
 What a life had not written yet when it was killed (a full disk) leaves no trace.
 """
 
@@ -30,7 +31,9 @@ def seq(history: History) -> Result:
     last: dict[str, Entry[Record]] = {}
     for one in history.entries:
         result.checked += 1
-        event, due = one.event, expected.get(one.life, 1)
+        event = one.event
+        is_cut = one.file in history.cut and one.life.index == 1
+        due = expected.get(one.life, event.seq if is_cut else 1)
         before = last.get(one.file)
         since = before.line if before else 0
         unread = sum(f"{one.file}:{at}" in torn for at in range(since + 1, one.line))

@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
         self.peer = ""
         self._ahead = bytearray()  # a head that is not complete, or pipelined requests
         self._looked_at = 0
+        self._blank = False  # an empty line before the head has been passed over
         self._exchange: Exchange | None = None
         self._intake: Intake | None = None
         self._task: asyncio.Task[None] | None = None
@@ -241,7 +242,8 @@ class Connection(asyncio.Protocol):
         if self._ahead:
             self._ahead += data
             data = bytes(self._ahead) if b"\n" in data else b""
-        if data.startswith(b"\r\n"):  # some clients send one more line after a body
+        if data.startswith(b"\r\n") and not self._blank:
+            self._blank = True  # some clients send one more line after a body; two are no head
             data = data[2:]
             self._looked_at = 0
             self._ahead.clear()
@@ -270,6 +272,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, raw: bytes, rest: bytes) -> None:
         """A whole head has come."""
+        self._blank = False
         try:
             head = parse_request(raw, self.limits)
             if not self._server.begin_request():
