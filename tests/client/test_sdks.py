@@ -237,6 +237,7 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     probes with a bare 404: connected within 3 s after the route is there. One stray 404 in every
     step: it costs 0.5 s at the median at most. One request in five: nothing is lost.
     """
+    library.connect()  # its process has imported everything
     cold_s, good = 1.5, reply(200, {})
     library.dumb.lost = after(cold_s)
     library.dumb.play("probe", good, BARE, good, BARE)
