@@ -22,9 +22,10 @@ from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
 from holdfast.procs import Child, HeldPort, spawn
 from jobs import counts
+from jobs.counting_trainer import reply
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
+from .dumb import ACCOUNT, BARE, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-sdks/bin/python"
@@ -219,10 +220,10 @@ def test_a_route_that_comes_late_is_waited_for_at_connect(library: Library) -> N
     assert library.applied(model) == ["forward_backward", "optim_step"]
 
 
-def after(limit_s: float, then: Callable[[], bool] = lambda: False) -> Callable[[], bool]:
+def after(limit_s: float) -> Callable[[], bool]:
     """A route that is stale for so long from now on."""
     until = time.monotonic() + limit_s
-    return lambda: time.monotonic() < until or then()
+    return lambda: time.monotonic() < until
 
 
 def one_in_five(seed: int) -> Callable[[], bool]:
@@ -232,13 +233,14 @@ def one_in_five(seed: int) -> Callable[[], bool]:
 
 
 def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
-    """A route that is cold for a while, and then answers one request in five with a bare 404,
-    with the retries that users have: connected within 3 s after the route is there, steps are
-    what they are without 404s, and a 404 costs 0.5 s at the median at most.
+    """With the retries that users have. A route that is cold for a while and then answers some
+    probes with a bare 404: connected within 3 s after the route is there. One stray 404 in every
+    step: it costs 0.5 s at the median at most. One request in five: nothing is lost.
     """
-    cold_s = 0.8
-    library.dumb.lost = after(cold_s, one_in_five(1))
-    begun = time.monotonic()
+    library.connect()  # its process has imported everything
+    cold_s, good = 1.5, reply(200, {})
+    library.dumb.lost = after(cold_s)
+    library.dumb.play("probe", good, BARE, good, BARE)
     said = library.do(
         "connect",
         gateway=library.dumb.url,
@@ -247,19 +249,18 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
         warm_up_s=60,
         patient=True,
     )
-    connected_s = time.monotonic() - begun
+    assert said["took_s"] - cold_s < 3.0
+    plain_s = statistics.median(library.do("step")["took_s"] for _ in range(3))
+    stray_s = []
+    for name in ("forward_backward", "optim_step", "retrieve_future"):
+        library.dumb.play(name, BARE)
+        stray_s.append(library.do("step")["took_s"])
+    assert statistics.median(stray_s) - plain_s <= 0.5
     library.dumb.came.clear()
     library.dumb.lost = one_in_five(2)
-    steps = [library.do("step") for _ in range(6)]
-    lost = sum(one.status == 404 for one in library.dumb.came)
-    library.dumb.lost = lambda: False
-    plain_s = statistics.median(library.do("step")["took_s"] for _ in range(5))
-    assert [one["ok"]["step:max"] for one in steps] == [2.0 * n for n in range(1, 7)]
-    library.applied(said["ok"])
-    assert lost >= 3, "nothing was lost"
-    assert connected_s - cold_s < 3.0
-    extra_s = statistics.median(one["took_s"] - plain_s for one in steps)
-    assert extra_s <= 0.5 * max(1.0, lost / len(steps))
+    assert [library.do("step")["ok"]["step:max"] for _ in range(3)] == [14.0, 16.0, 18.0]
+    assert any(one.status == 404 for one in library.dumb.came)
+    assert len(library.applied(said["ok"])) == 18
 
 
 @pytest.mark.long
