@@ -156,6 +156,7 @@ def test_what_will_not_change_is_not_tried_again(
     broken.gets[BAD] = [fault]
     found = shaky.get(refs, partial=True)
     assert type(found.failures[BAD]) is type(fault)
+    assert str(found.failures[BAD]) == f"{BAD}: x"
     assert sent(broken, "get") == {1: KEYS}
     broken.puts[BAD] = [fault]
     with pytest.raises(BatchFailed):

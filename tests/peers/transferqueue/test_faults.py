@@ -50,6 +50,11 @@ def test_a_missing_key_is_named(place: Place) -> None:
     """A key that does not exist fails the batch by name; clearing it is no error."""
     part = fresh("missing")
     two(part)
+    if tq.__version__ == "0.1.8":  # there TransferQueue itself refuses the whole batch
+        with pytest.raises(ValueError, match="were not found"):
+            tq.kv_batch_get(keys=["a", "nobody", "b"], partition_id=part)
+        tq.kv_clear(keys=["a", "b"], partition_id=part)
+        return
     with pytest.raises(BatchFailed, match="nobody") as caught:
         tq.kv_batch_get(keys=["a", "nobody", "b"], partition_id=part)
     assert reasons(caught.value) == {"nobody": "missing"}
@@ -111,7 +116,8 @@ def test_metadata_of_a_cleared_partition(place: Place) -> None:
     with pytest.raises(BatchFailed) as caught:
         client.get_data(stale)
     assert set(reasons(caught.value).values()) == {"stale"}
-    client.clear_samples(stale)
+    if tq.__version__ != "0.1.8":  # whose controller ends its only thread over it
+        client.clear_samples(stale)
     before = place.names()
     with pytest.raises(Mistake, match=f"partition {old} was cleared"):
         client.put(rows(5, 6), metadata=stale)
