@@ -521,7 +521,7 @@ def test_a_rank_0_that_is_not_reached_loses_its_rank(
     back = behind(hidden.next_rendezvous)  # as torch's agent does it, and there it waits
     wait_for(lambda: "this node comes after all spares" in capfd.readouterr().err)
     assert not back.done()
-    hidden.set_closed()  # type: ignore[no-untyped-call]
+    hidden.set_closed()
     with pytest.raises(RendezvousClosedError):
         back.result(LIMIT_S)
 
