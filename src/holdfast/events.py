@@ -37,7 +37,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
-from holdfast.errors import Corrupt, Denied, Mistake, NoRoom, NotFound
+from holdfast.errors import Corrupt, Denied, Exists, Mistake, NoRoom, NotFound
 
 __all__ = [
     "Counters",
@@ -356,7 +356,7 @@ def _open(path: Path) -> tuple[int, bytes]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Mistake(
+            raise Exists(
                 f"{path} is being written by another process: give each its own file, "
                 "for example with the process id in its name"
             ) from None

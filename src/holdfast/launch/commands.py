@@ -11,7 +11,7 @@ import msgspec
 from click.core import ParameterSource
 
 from holdfast import events, ledger
-from holdfast.errors import NotFound, UnknownOutcome
+from holdfast.errors import Exists, Mistake, NotFound, UnknownOutcome
 from holdfast.launch import agent, flags, torch_flags
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import LiveRuntime
@@ -137,12 +137,23 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
     nursery = inherit()
     folder = plan.logs.folder / plan.settings.run / "events"
     folder.mkdir(parents=True, exist_ok=True)
-    events.configure(folder / f"{plan.settings.node}.jsonl", process=plan.settings.node[:100])
+    _log_events(folder / f"{plan.settings.node}.jsonl", plan.settings.node)
     code = asyncio.run(agent.run(plan, nursery))
     raise click.exceptions.Exit(code)
 
 
 torch_flags.take_variables(launch)
+
+
+def _log_events(path: Path, node: str) -> None:
+    """Write this node's events; only a node of the same name writes to the same file."""
+    try:
+        events.configure(path, process=node[:100])
+    except Exists as error:
+        raise Mistake(
+            f"a node named {node!r} already runs on this machine: end it, or give this node "
+            f"another name: --node-name NAME ({error})"
+        ) from None
 
 
 @click.command()

@@ -82,7 +82,7 @@ async def trouble(
                         return ""
                     why = "another program answers there"
                 except OSError as error:
-                    why = error.strerror or str(error)
+                    why = os.strerror(error.errno) if error.errno else str(error)
                 if loop.time() - began >= refused_s:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)

@@ -243,6 +243,12 @@ class Rendezvous:
             [unchanged(head.entry)], [put_cycle(self._keys.cycle, fresh, over=head.entry)]
         )
 
+    async def parks(self, head: Stored[Cycle], cause: Cause) -> bool:
+        """Whether ending a cycle for this cause gives its node's rank to a spare."""
+        if not suspect(head.record, cause):
+            return False
+        return restarted(head.record, cause, await self._view()).parked != head.record.parked
+
     async def _view(self) -> View | None:
         """Everything below the rendezvous."""
         pause_s = _PAUSE_S

@@ -269,6 +269,29 @@ def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_p
     assert record(tmp_path).state == "failed"
 
 
+def test_used_up_restarts_of_one_node_that_a_spare_replaces_do_not_fail_the_run(
+    make: Make, tmp_path: Any
+) -> None:
+    """Its workers failed first, twice in a row: the spare takes its rank, and only it leaves."""
+    conf = {"spares": "1", "last_call_timeout": "600"}
+    bad, good, spare = (
+        make((2, 3), node_name=f"n{i}", infra_rank=str(i), **conf) for i in range(3)
+    )
+    waiting = behind(spare.next_rendezvous)
+    meet(bad, good)
+    again = behind(bad.next_rendezvous)  # its workers have failed for the first time
+    until_told(good)
+    meet(good)
+    again.result(LIMIT_S)
+    shut_down_with(bad, failed_workers())
+    until_told(good)
+    (info,) = meet(good)
+    assert {info.rank, waiting.result(LIMIT_S).rank} == {0, 1}
+    cycle = record(tmp_path)
+    assert (cycle.state, cycle.number) == ("running", 3)
+    assert [member.name for member in cycle.members] == ["n2", "n1"]
+
+
 def test_an_agent_that_had_finished_fails_when_the_run_goes_on_without_it(
     make: Make, tmp_path: Any
 ) -> None:

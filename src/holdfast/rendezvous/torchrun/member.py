@@ -279,7 +279,16 @@ class Membership:
         raise AssertionError("following a prefix does not end")
 
     async def fail(self, cause: Cause) -> None:
-        """End the run for all, if this life of the node is still in it."""
+        """End the run for all, if this life of the node is still in it.
+
+        If the node alone is to blame and a spare can take its rank, only its part in it ends.
+        """
+        rendezvous, head = self._rendezvous, self._head
+        if rendezvous is not None and head is not None:
+            with contextlib.suppress(LeaseLost):
+                if await rendezvous.parks(head, self._named(cause)):
+                    await rendezvous.restart(head, cause)
+                    return
         if self._life:
             key = self._keys.node(self._options.name)
             guard = Compare(key, "create", "==", self._life)
