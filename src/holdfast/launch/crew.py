@@ -41,6 +41,8 @@ _UNABLE = 70
 _LOOK_S = 0.5
 _SIGNALLED_S = 0.5
 """So long after a worker was terminated we may hear that we are, too."""
+_IN_ORDER_S = 0.5
+"""So long after a worker's exception it is reported; most interpreters have ended by then."""
 _UNREACHED_S = 60.0
 """So long the closer has to end a cycle in which this node does not reach rank 0."""
 _REFILL_S = 5.0
@@ -202,6 +204,7 @@ class NodeCrew:
             )
             await self._hear_of_leaving(ended)
             await self._hear_of_rank_0(ended)
+            await self._keep_order(ended)
             cause = self._cause(
                 ended.result() if ended.done() else None, hangs.result() if hangs.done() else None
             )
@@ -291,6 +294,16 @@ class NodeCrew:
                 async with asyncio.timeout(_UNREACHED_S):
                     if await asyncio.shield(self._probe):
                         await asyncio.Event().wait()
+
+    async def _keep_order(self, ended: "asyncio.Future[Outcome]") -> None:
+        """Report an exception a fixed time after it was raised, not when its process has ended.
+
+        The first report says which node failed first. When a worker ends, its peers fail because
+        of it, a moment later; and how long an interpreter takes to end differs by more than that.
+        """
+        first = ended.result().first if ended.done() else None
+        if first is not None and first.error_file is not None:
+            await asyncio.sleep(min(first.at - time.time(), 0.0) + _IN_ORDER_S)
 
     def _guard(self, pids: Sequence[int]) -> None:
         self.renew()
