@@ -39,7 +39,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
 from holdfast import rotation
-from holdfast.errors import Corrupt, Mistake, NotFound
+from holdfast.errors import Corrupt, Exists, Mistake, NotFound
 from holdfast.files import append_to
 
 __all__ = [
@@ -379,7 +379,7 @@ def _open(path: Path) -> tuple[int, bytes]:
                 return fd, _heal(fd, path)
         except BlockingIOError:
             os.close(fd)
-            raise Mistake(
+            raise Exists(
                 f"{path} is being written by another process: give each its own file, "
                 "for example with the process id in its name"
             ) from None

@@ -90,6 +90,54 @@ def test_a_node_whose_workers_always_fail_gives_its_rank_to_a_spare(
         assert "has succeeded after 3 cycles" in said
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_node_that_breaks_a_group_is_blamed_and_not_its_peers(
+    tmp_path: Path, url: str
+) -> None:
+    """Its exception breaks gloo for all; the peers' errors, which follow from it, come later."""
+    script = tmp_path / "breaks.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for step in range(6):\n"
+        "    if os.environ.get('BAD') and step == 3 and os.environ['LOCAL_RANK'] == '1':\n"
+        "        raise RuntimeError('this node is no good')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "dist.destroy_process_group()\n"
+    )
+    flags = ["--spares", "1", "--last-call", "60", "--nproc-per-node", "2"]
+    with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
+        for name in ("n0", "n1", "n2"):
+            here.start(name, str(script), env={"BAD": "1"} if name == "n1" else {})
+        codes = [here.agents[name].code(120) for name in ("n0", "n1", "n2")]
+        assert codes == [0, 0, 0], here.story()
+        cycle = here.status()["cycle"]
+        assert [cause["node"] for cause in cycle["history"]] == ["n1", "n1"]
+        assert [member[0] for member in cycle["members"]] == ["n0", "n2"]
+        assert cycle["restarts"] == []
+
+
+def test_a_second_node_of_one_name_hears_so_at_once(tmp_path: Path, url: str) -> None:
+    """It exits 2 and says which node has the name; the first does not notice."""
+    program = shell(f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done")
+    with Cluster(tmp_path, url, nnodes="1", flags=[*QUICK, "--lease", "600"]) as here:
+        first = here.start("n0", *program)
+        here.until("workers", (tmp_path / "began").exists)
+        near = here.start("n0", *program)
+        assert near.code(60) == 2
+        assert "a node named 'n0' already runs on this machine" in near.log.read_text()
+        second = here.start("n0", *program, flags=["--log-dir", str(tmp_path / "elsewhere")])
+        assert second.code(60) == 2  # not after three leases of ten minutes
+        said = second.log.read_text()
+        assert "a node named 'n0' is already in this run (host " in said
+        assert f"pid {first.pid}): end it, or give this node another name: --node-name" in said
+        assert here.status()["cycle"]["state"] == "running"
+        (tmp_path / "go").touch()
+        assert first.code(20) == 0
+        assert "after 1 cycle" in first.log.read_text()
+
+
 def test_a_node_that_is_terminated_leaves_and_the_run_goes_on(tmp_path: Path, url: str) -> None:
     """143 for it, its worker gets the time to end in peace, a spare takes its rank."""
     program = shell(

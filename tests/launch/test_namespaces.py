@@ -22,6 +22,7 @@ from holdfast import ledger
 from holdfast.procs import HeldPort
 from holdfast.rendezvous.records import Keys
 from holdfast.servers import EtcdServer
+from rendezvous.torchrun.cluster import Cluster as TorchrunCluster
 
 from .cluster import SCRIPT, Cluster, Commits, descendants
 
@@ -250,6 +251,56 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, hosts: Hosts, url
         assert here.committed("total") == steps * (steps + 1) // 2
         assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
         commits.close()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_rank_0_that_nobody_reaches_loses_its_rank_and_is_told_why(
+    tmp_path: Path, hosts: Hosts, url: str, count: int
+) -> None:
+    """To the spare, if there is one, else to the other member; the run ends with 0 on all."""
+    flags = [*FLAGS[2:], "--spares", str(count - 2), "--max-restarts", "0"]
+    with Cluster(tmp_path, url, nnodes=f"2:{count}", flags=flags) as here:
+        names = [f"n{number}" for number in range(count)]
+        for number, name in enumerate(names):
+            address = hosts.address(number + 1) if number else "127.0.0.1"
+            here.start(
+                name,
+                SCRIPT,
+                "5",
+                "0.1",
+                prefix=hosts.prefix(number + 1),
+                flags=["--local-addr", address],
+                env={"GLOO_SOCKET_IFNAME": "eth0"},
+            )
+        assert [here.agents[name].code(120) for name in names] == [0] * count, here.story()
+        said = here.agents["n0"].log.read_text()
+        assert "1 of 1 other nodes do not reach it at 127.0.0.1: n1" in said
+        assert "n0 is not reached at 127.0.0.1" in here.agents["n1"].log.read_text()
+        assert "has succeeded after 2 cycles" in said
+        members = [member[0] for member in here.status()["cycle"]["members"]]
+        assert members == (["n2", "n1"] if count == 3 else ["n1", "n0"])
+
+
+def test_a_rank_0_that_nobody_reaches_under_torchrun(
+    tmp_path: Path, hosts: Hosts, url: str
+) -> None:
+    """As under `holdfast launch`: the spare takes its rank, and all three exit with 0."""
+    with TorchrunCluster(tmp_path, url, nnodes="2:3") as here:
+        for number in range(3):
+            address = hosts.address(number + 1) if number else "127.0.0.1"
+            here.train(
+                5,
+                workers=1,
+                conf=f"last_call_timeout=60,spares=1,node_name=n{number},infra_rank={number}",
+                prefix=hosts.prefix(number + 1),
+                flags=["--local-addr", address],
+                interface="eth0",
+            )
+        assert here.codes(*here.nodes, timeout_s=180) == [0, 0, 0], here.story()
+        cycle = here.cycle()
+        assert [member.name for member in cycle.members] == ["n2", "n1"]
+        assert [cause.kind for cause in cycle.history] == ["unreachable"]
+        assert "this node comes after all spares" in (tmp_path / "node0.log").read_text()
 
 
 def test_nothing_is_left_of_the_hosts(hosts: Hosts) -> None:

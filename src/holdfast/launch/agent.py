@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -34,6 +35,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.nursery import Nursery
 from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.probe import ProbeServer, is_alive
 from holdfast.rendezvous.records import Cycle, Node, Rules
 from holdfast.rendezvous.rendezvous import Rendezvous
 
@@ -98,11 +100,16 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
     away_since: float | None = None
     took_part = False
     loop = asyncio.get_running_loop()
-    async with ledger.open(plan.settings.ledger_url) as opened:
+    settings = plan.settings
+    async with (
+        ledger.open(settings.ledger_url) as opened,
+        ProbeServer(settings.address, settings.run, settings.node) as probes,
+    ):
         runtime = LiveRuntime(opened)
+        crew.on_leave = probes.close  # the next of this name waits for our end, and is not refused
         while True:
             try:
-                async with _rendezvous(runtime, plan, crew.port()) as rendezvous:
+                async with _rendezvous(runtime, plan, crew.port(), probes.port) as rendezvous:
                     away_since = None
                     if rendezvous.head.record.final and not took_part:
                         return _too_late(plan.settings.run, rendezvous.head.record)
@@ -124,8 +131,7 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
                 await asyncio.sleep(min(1.0, plan.settings.lease_s / 5))
 
 
-def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
-    here = machine.place()
+def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int, probe_port: int) -> Rendezvous:
     node = Node(
         cycle=0,
         address=plan.settings.address,
@@ -133,9 +139,10 @@ def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
         slots=plan.spec.slots,
         infra_rank=plan.identity.infra_rank,
         domain=plan.identity.domain,
-        host=here,
+        host=machine.place(),
         pid=os.getpid(),
         release=__version__,
+        probe_port=probe_port,
     )
     return Rendezvous(
         runtime,
@@ -144,21 +151,8 @@ def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int) -> Rendezvous:
         node,
         plan.rules,
         lease_s=plan.settings.lease_s,
-        is_dead=lambda other: other.host == here and _is_dead(other.pid),
+        is_alive=partial(is_alive, plan.settings.run, plan.identity.name),
     )
-
-
-def _is_dead(pid: int) -> bool:
-    """Whether nobody has this pid, or we have it: then an earlier life of ours wrote it."""
-    if pid == os.getpid():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 async def _renew(crew: NodeCrew, lease_s: float) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from holdfast import events, ledger
-from holdfast.errors import NotFound, UnknownOutcome
-from holdfast.launch import agent, flags
+from holdfast.errors import Exists, Mistake, NotFound, UnknownOutcome
+from holdfast.launch import agent, flags, torch_flags
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Delete, unchanged
@@ -35,16 +36,6 @@ def _ledger_option(command: click.decorators.FC) -> click.decorators.FC:
         help="Where the run's records are: sqlite:///file (one machine) or etcd://host:port,… "
         "[default: a file in your state folder]",
     )(command)
-
-
-def _not_needed(command: click.decorators.FC) -> click.decorators.FC:
-    """torchrun's flags that have no use here: a script that passes them still runs."""
-    for name in flags.NOT_NEEDED:
-        option = click.option(
-            f"--{name.replace('_', '-')}", hidden=True, is_flag=name == "standalone"
-        )
-        command = option(command)
-    return command
 
 
 class _TorchFlags(click.Command):
@@ -118,7 +109,7 @@ class _TorchFlags(click.Command):
     metavar="MODULE",
     help="What warm interpreters import; may be given again [default: torch, torch._dynamo].",
 )
-@_not_needed
+@torch_flags.hidden_options
 @click.option("--rdzv-endpoint", hidden=True)
 @click.option("--dry-run", is_flag=True, help="Print what was resolved, and end.")
 def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
@@ -130,13 +121,15 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
                           --nproc-per-node 8 train.py       (on every node)
     Slurm:            srun holdfast launch --ledger etcd://a:2379 --nnodes 4 train.py
 
-    Takes torchrun's flags and sets torchrun's environment. Exit codes: 0 the run succeeded (spares
-    and late comers too), 1 it failed, 2 bad call, 3 the ledger was away, 10 this node is
-    unhealthy, 130/143 this node was asked to leave.
+    Takes torchrun's flags and PET_… variables, and sets torchrun's environment. Exit codes: 0 the
+    run succeeded (spares and late comers too), 1 it failed, 2 bad call, 3 the ledger was away,
+    10 this node is unhealthy, 130/143 this node was asked to leave.
     """
-    for name, why in flags.NOT_NEEDED.items():
-        if given[name]:
-            click.echo(f"holdfast: --{name.replace('_', '-')} is not used: {why}", err=True)
+    for line in torch_flags.check(given):
+        click.echo(f"holdfast: {line}", err=True)
+    source = click.get_current_context().get_parameter_source("rdzv_endpoint")
+    if source is ParameterSource.ENVIRONMENT and given["url"]:
+        given["rdzv_endpoint"] = None  # job operators set PET_RDZV_ENDPOINT for every job
     plan = flags.resolve(entry, args, given)
     if given["dry_run"]:
         click.echo(flags.describe(plan))
@@ -144,9 +137,23 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
     nursery = inherit()
     folder = plan.logs.folder / plan.settings.run / "events"
     folder.mkdir(parents=True, exist_ok=True)
-    events.configure(folder / f"{plan.settings.node}.jsonl", process=plan.settings.node[:100])
+    _log_events(folder / f"{plan.settings.node}.jsonl", plan.settings.node)
     code = asyncio.run(agent.run(plan, nursery))
     raise click.exceptions.Exit(code)
+
+
+torch_flags.take_variables(launch)
+
+
+def _log_events(path: Path, node: str) -> None:
+    """Write this node's events; only a node of the same name writes to the same file."""
+    try:
+        events.configure(path, process=node[:100])
+    except Exists as error:
+        raise Mistake(
+            f"a node named {node!r} already runs on this machine: end it, or give this node "
+            f"another name: --node-name NAME ({error})"
+        ) from None
 
 
 @click.command()

@@ -27,6 +27,8 @@ from holdfast.launch.spec import Seat, Spec
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import Outcome, Workers
+from holdfast.rendezvous import probe
+from holdfast.rendezvous.overview import parked_line
 from holdfast.rendezvous.records import Cause
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 
@@ -39,6 +41,10 @@ _UNABLE = 70
 _LOOK_S = 0.5
 _SIGNALLED_S = 0.5
 """So long after a worker was terminated we may hear that we are, too."""
+_IN_ORDER_S = 0.5
+"""So long after a worker's exception it is reported; most interpreters have ended by then."""
+_UNREACHED_S = 60.0
+"""So long the closer has to end a cycle in which this node does not reach rank 0."""
 _REFILL_S = 5.0
 """So long after a start new interpreters are made: training has begun by then."""
 
@@ -103,6 +109,7 @@ class NodeCrew:
     ) -> None:
         self.rendezvous: Rendezvous | None = None
         self.left: Leaving | None = None
+        self.on_leave: Callable[[], None] = lambda: None
         self._spec = spec
         self._settings = settings
         self._logs = logs
@@ -119,6 +126,7 @@ class NodeCrew:
         self._refill: asyncio.TimerHandle | None = None
         self._longest_s = 0.0
         self._told_stacks = False
+        self._probe: asyncio.Task[str] | None = None
         self._held: procs.HeldPort | None = None
         warden.failed.add_done_callback(lambda why: self.leave(Leaving(why.result(), _UNABLE)))
 
@@ -161,6 +169,8 @@ class NodeCrew:
             f"of {place.world_size}"
         )
         self._until_s, self._late, self._told_stacks = math.inf, False, False
+        if place.rank and place.probe_port:
+            self._probe = asyncio.create_task(self._reach_rank_0(place), name="probe of rank 0")
         self._files = self._logs.cycle(seat)
         self._workers = await Workers.start(
             self._spec, seat, self._pool, self._files, guard=self._guard
@@ -193,6 +203,8 @@ class NodeCrew:
                 (ended, hangs, self._warden.failed), return_when=asyncio.FIRST_COMPLETED
             )
             await self._hear_of_leaving(ended)
+            await self._hear_of_rank_0(ended)
+            await self._keep_order(ended)
             cause = self._cause(
                 ended.result() if ended.done() else None, hangs.result() if hangs.done() else None
             )
@@ -227,9 +239,7 @@ class NodeCrew:
 
     def parked(self, reason: str) -> None:
         """Say why this node comes after all others from now on."""
-        self._say(
-            f"this node comes after all spares from now on, until it is started again: {reason}"
-        )
+        self._say(parked_line(reason))
 
     # ---- what the agent does ---------------------------------------------------
 
@@ -238,6 +248,7 @@ class NodeCrew:
         if self.left is None:
             self.left = leaving
             self._leave.set()
+            self.on_leave()
 
     def kill(self) -> None:
         """End the workers at once, without waiting for anything."""
@@ -262,6 +273,37 @@ class NodeCrew:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SIGNALLED_S):
                     await self._leave.wait()
+
+    async def _reach_rank_0(self, place: Place) -> str:
+        """Why rank 0 is not reached, which is then reported; empty: it is."""
+        run, rendezvous = self._settings.run, self.rendezvous
+        why = await probe.trouble(place.address, place.probe_port, run, place.first)
+        if why and rendezvous is not None:
+            self._say(why)
+            with contextlib.suppress(HoldfastError):  # the lease: `attend` hears of it, too
+                await rendezvous.unreached(place.cycle)
+        return why
+
+    async def _hear_of_rank_0(self, ended: "asyncio.Future[Outcome]") -> None:
+        """Workers that fail because they do not reach rank 0 are no failure of this node.
+
+        The closer then ends the cycle, and says which node is at fault.
+        """
+        if ended.done() and not ended.result().success and self._probe is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_UNREACHED_S):
+                    if await asyncio.shield(self._probe):
+                        await asyncio.Event().wait()
+
+    async def _keep_order(self, ended: "asyncio.Future[Outcome]") -> None:
+        """Report an exception a fixed time after it was raised, not when its process has ended.
+
+        The first report says which node failed first. When a worker ends, its peers fail because
+        of it, a moment later; and how long an interpreter takes to end differs by more than that.
+        """
+        first = ended.result().first if ended.done() else None
+        if first is not None and first.error_file is not None:
+            await asyncio.sleep(min(first.at - time.time(), 0.0) + _IN_ORDER_S)
 
     def _guard(self, pids: Sequence[int]) -> None:
         self.renew()
@@ -316,6 +358,9 @@ class NodeCrew:
         """Nothing of the workers is left after this."""
         if self._refill is not None:
             self._refill.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
         if self._workers is not None:
             if self._stopping is None:
                 stop = self._workers.stop(0.0 if self._killed else grace_s)

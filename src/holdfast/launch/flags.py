@@ -24,23 +24,11 @@ from holdfast.rendezvous.address import own
 from holdfast.rendezvous.records import Rules
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["NOT_NEEDED", "describe", "resolve"]
+__all__ = ["describe", "resolve"]
 
 _LEASE_LEAST_S = 0.5
 _DOMAIN_CHARS = 200
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
-
-NOT_NEEDED = {
-    "standalone": "without --run and with one node a run stands alone",
-    "rdzv_backend": "the ledger is the rendezvous",
-    "rdzv_conf": "its settings have flags of their own: --last-call, --join-timeout",
-    "monitor_interval": "nothing polls: ends are heard of at once",
-    "start_method": "workers are programs of their own",
-    "role": "there is one role",
-    "master_addr": "the node with rank 0 is chosen for every cycle",
-    "master_port": "a port is chosen for every cycle",
-}
-"""torchrun's flags that are taken, told about and not used, by name: why."""
 
 
 def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agent.Plan:

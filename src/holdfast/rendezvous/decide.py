@@ -252,7 +252,8 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
     for name, (life, node) in view.nodes.items():
         if node.cycle == cycle.number or name in view.drained or (full and name not in held):
             continue
-        if (mark := cycle.mark(name, life)) is not None and mark.kind != UNREACHABLE:
+        mark = cycle.mark(name, life)
+        if mark is not None and (full or mark.kind != UNREACHABLE):
             continue  # it is not needed
         patience_s = rules.stop_s if node.heard == cycle.number else rules.settle_s
         wait_s = max(wait_s, patience_s - clock.open_s)

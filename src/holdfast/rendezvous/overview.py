@@ -12,7 +12,7 @@ from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.records import Cycle, Keys
 from holdfast.text import age, clean, plural, table
 
-__all__ = ["Overview", "lines", "look", "used_name"]
+__all__ = ["Overview", "lines", "look", "parked_line", "used_name"]
 
 _STATES = ("active", "finished", "spare", "parked", "ready", "stopping", "drained", "gone")
 
@@ -104,6 +104,11 @@ def used_name(run: str, cycle: Cycle, flag: str) -> str:
         f"{plural(cycle.number, 'cycle')}, and a run that has ended stays ended. To run again, "
         f"give another name: {flag} NAME{why}"
     )
+
+
+def parked_line(reason: str) -> str:
+    """What a node hears that comes after all others from now on."""
+    return f"this node comes after all spares from now on, until it is started again: {reason}"
 
 
 def _parked(cycle: Cycle, name: str, life: int) -> str:

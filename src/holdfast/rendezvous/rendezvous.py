@@ -25,7 +25,7 @@ keys.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 import msgspec
@@ -120,8 +120,9 @@ class Rendezvous:
         *,
         lease_s: float = 5.0,
         unix: Callable[[], float] = time.time,
-        is_dead: Callable[[Node], bool] = lambda _: False,
+        is_alive: Callable[[Node, Node], Awaitable[bool | None]] | None = None,
     ) -> None:
+        """`is_alive` tells whether the node that holds our name lives: its record, then ours."""
         rules.check()
         self._runtime = runtime
         self._keys = Keys(run)
@@ -131,7 +132,7 @@ class Rendezvous:
         self._rules = rules
         self._lease_s = lease_s
         self._unix = unix
-        self._is_dead = is_dead
+        self._is_alive = is_alive
         self._head: Stored[Cycle]
         self._closer: Entry | None = None
         self._heard_of_closer = False
@@ -242,6 +243,12 @@ class Rendezvous:
             [unchanged(head.entry)], [put_cycle(self._keys.cycle, fresh, over=head.entry)]
         )
 
+    async def parks(self, head: Stored[Cycle], cause: Cause) -> bool:
+        """Whether ending a cycle for this cause gives its node's rank to a spare."""
+        if not suspect(head.record, cause):
+            return False
+        return restarted(head.record, cause, await self._view()).parked != head.record.parked
+
     async def _view(self) -> View | None:
         """Everything below the rendezvous."""
         pause_s = _PAUSE_S
@@ -271,12 +278,14 @@ class Rendezvous:
                 self._entry = entry
                 return
             other = decode(Node, entry)
-            if self._is_dead(other):
+            lives = await self._is_alive(other, self._node) if self._is_alive else None
+            if lives is False:
                 await self._insist([same_life(entry)], [Delete(self._key)])
-            elif self._runtime.now() > limit:
+            elif lives or self._runtime.now() > limit:
                 raise Mistake(
                     f"a node named {self._name!r} is already in this run (host {other.host}, "
-                    f"pid {other.pid}): end it, or give this one another --node-name",
+                    f"address {other.address}, pid {other.pid}): end it, or give this node "
+                    "another name: --node-name NAME (torchrun: --rdzv-conf node_name=NAME)",
                     key=self._key,
                 )
             else:

@@ -37,16 +37,18 @@ class Cluster:
         workers: int = 2,
         conf: str = "last_call_timeout=0.2",
         flags: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        interface: str = "lo",
     ) -> procs.Child:
-        """Start one more node."""
+        """Start one more node; `prefix` comes before the command."""
         number = len(self.nodes)
-        argv = [sys.executable, "-m", "torch.distributed.run"]
+        argv = [*prefix, sys.executable, "-m", "torch.distributed.run"]
         argv += ["--rdzv-backend", self.backend, "--rdzv-endpoint", self.url]
         argv += ["--rdzv-id", self.run, "--nnodes", self.nnodes, "--rdzv-conf", conf]
         argv += ["--nproc-per-node", str(workers), "--local-addr", f"127.0.2.{number + 1}"]
         argv += ["--max-restarts", "5"]
         log = self.folder / f"node{number}.log"
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
         node = procs.spawn([*argv, *flags, *program], name=f"node{number}", log=log, env=env)
         self.nodes.append(node)
         return node

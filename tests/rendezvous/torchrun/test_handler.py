@@ -25,12 +25,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.utils import store as store_util
 
 from holdfast import ledger
+from holdfast.errors import Mistake
 from holdfast.ledger.records import decode
 from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.probe import ProbeServer
 from holdfast.rendezvous.records import Cycle, Keys, Node, Rules
 from holdfast.rendezvous.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
@@ -266,6 +269,29 @@ def test_used_up_restarts_fail_the_run_for_all_with_the_reason(make: Make, tmp_p
     assert record(tmp_path).state == "failed"
 
 
+def test_used_up_restarts_of_one_node_that_a_spare_replaces_do_not_fail_the_run(
+    make: Make, tmp_path: Any
+) -> None:
+    """Its workers failed first, twice in a row: the spare takes its rank, and only it leaves."""
+    conf = {"spares": "1", "last_call_timeout": "600"}
+    bad, good, spare = (
+        make((2, 3), node_name=f"n{i}", infra_rank=str(i), **conf) for i in range(3)
+    )
+    waiting = behind(spare.next_rendezvous)
+    meet(bad, good)
+    again = behind(bad.next_rendezvous)  # its workers have failed for the first time
+    until_told(good)
+    meet(good)
+    again.result(LIMIT_S)
+    shut_down_with(bad, failed_workers())
+    until_told(good)
+    (info,) = meet(good)
+    assert {info.rank, waiting.result(LIMIT_S).rank} == {0, 1}
+    cycle = record(tmp_path)
+    assert (cycle.state, cycle.number) == ("running", 3)
+    assert [member.name for member in cycle.members] == ["n2", "n1"]
+
+
 def test_an_agent_that_had_finished_fails_when_the_run_goes_on_without_it(
     make: Make, tmp_path: Any
 ) -> None:
@@ -317,9 +343,10 @@ def test_the_store_listens_on_the_nodes_own_address_and_on_no_other(make: Make) 
     (info,) = meet(node)
     assert info.bootstrap_store_info is not None
     port = info.bootstrap_store_info.master_port
-    assert listeners() - before == {("127.0.0.1", port)}
+    assert ("127.0.0.1", port) in listeners() - before
+    assert len(listeners() - before) == 2, "the store, and what answers probes"
     spare = behind(make((1, 1)).next_rendezvous)
-    wait_for(lambda: len(listeners() - before) == 2 or spare.done())
+    wait_for(lambda: len(listeners() - before) == 4 or spare.done())
     assert {address for address, _ in listeners() - before} == {"127.0.0.1"}
     node.set_closed()  # type: ignore[no-untyped-call]
     with pytest.raises(RendezvousClosedError):
@@ -373,7 +400,9 @@ def test_a_cycle_that_is_over_has_no_store(make: Make) -> None:
     first = meet(handler)
     second = meet(handler)
     ports = [i.bootstrap_store_info.master_port for i in first + second if i.bootstrap_store_info]
-    assert {port for _, port in listeners() - before} == {ports[1]}
+    there = {port for _, port in listeners() - before}
+    assert ports[1] in there
+    assert ports[0] not in there
 
 
 def test_a_lost_lease_sends_the_agent_back_and_it_joins_again(make: Make, tmp_path: Any) -> None:
@@ -461,6 +490,63 @@ def test_a_spare_has_a_new_port_in_every_cycle(make: Make, tmp_path: Any) -> Non
         again.result(LIMIT_S)
         wait_for(lambda: ready_for(2))
         assert ready_for(2) != before
+
+
+def test_a_join_that_takes_too_long_is_an_error_of_its_node_and_closes_nothing(
+    make: Make, tmp_path: Any
+) -> None:
+    """It says who is missing; the nodes that come later meet under the same name."""
+    alone = make(join_timeout=0.5)
+    with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes are ready"):
+        alone.next_rendezvous()
+    shut_down_with(alone, RendezvousTimeoutError("as torch's launcher passes it on"))
+    assert record(tmp_path).state == "open"
+    assert ranks(meet(make(), make(join_timeout=0.5))) == [(0, 2), (1, 2)]
+
+
+def test_a_second_node_of_one_name_hears_so_at_once(
+    make: Make, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It does not wait for leases, and the first is not disturbed."""
+    first, other = make(node_name="one", lease=600), make(node_name="two", lease=600)
+    meet(first, other)
+    with pytest.raises(Mistake, match="a node named 'one' is already in this run"):
+        behind(make(node_name="one", lease=600).next_rendezvous).result(LIMIT_S)
+    assert "holdfast: a node named 'one' is already in this run" in capfd.readouterr().err
+    assert not first.num_nodes_waiting()
+    assert (record(tmp_path).number, record(tmp_path).state) == (1, "running")
+
+
+def test_a_rank_0_that_is_not_reached_loses_its_rank(
+    make: Make, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The others report it and meet without it; it waits behind all others, and hears why."""
+    hidden = make((2, 3), node_name="hidden", infra_rank=0, spares=1, last_call_timeout=600)
+    assert isinstance(hidden, HoldfastHandler)
+    stranger = ProbeServer("127.0.0.1", "r", "another program")  # as at 127.0.0.1 of a machine
+    hidden._member._probes = stranger
+    hidden._run(stranger.start())
+    others = [
+        make((2, 3), node_name=f"n{i}", infra_rank=i, spares=1, last_call_timeout=600)
+        for i in (1, 2)
+    ]
+    infos = meet(hidden, *others)
+    assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2), (0, 2)]
+    cycle = record(tmp_path)
+    assert [member.name for member in cycle.members] == ["n2", "n1"]
+    assert str(cycle.cause) == (
+        "hidden unreachable: 1 of 1 other nodes do not reach it at 127.0.0.1: n1"
+    )
+    said = capfd.readouterr().err
+    assert "hidden is not reached at 127.0.0.1" in said
+    assert "another program answers there" in said
+    until_told(hidden)
+    back = behind(hidden.next_rendezvous)  # as torch's agent does it, and there it waits
+    wait_for(lambda: "this node comes after all spares" in capfd.readouterr().err)
+    assert not back.done()
+    hidden.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        back.result(LIMIT_S)
 
 
 def test_a_ledger_that_is_not_there_is_a_connection_error(make: Make) -> None:

@@ -16,7 +16,7 @@ def options(endpoint: str = "sqlite:///l.db", run: str = "r", **conf: Any) -> Op
 
 
 def test_everything_that_rdzv_conf_may_hold() -> None:
-    """Text in, rules out; torch's own `timeout` is there in every case and means nothing."""
+    """Text in, rules out; torch's own `timeout`, and `is_host` of c10d, mean nothing."""
     found = options(
         spares="1",
         segment="1",
@@ -28,11 +28,12 @@ def test_everything_that_rdzv_conf_may_hold() -> None:
         domain="rack3",
         infra_rank="12",
         node_name="n12",
+        is_host="1",
         timeout=900,
     )
     rules, node = found.rules, found.node
     assert (rules.minimum, rules.maximum, rules.spares, rules.segment) == (2, 4, 1, 1)
-    assert (rules.last_call_s, rules.join_s, rules.settle_s, rules.stop_s) == (3, 60, 2, 50)
+    assert (rules.last_call_s, found.join_s, rules.settle_s, rules.stop_s) == (3, 60, 2, 50)
     assert (node.domain, node.infra_rank, found.name, found.lease_s) == ("rack3", 12, "n12", 7.5)
 
 
@@ -67,7 +68,7 @@ def test_an_endpoint_is_a_ledger_url(endpoint: str, address: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"is_host": "1"}, "is_host: there is no such option; there are domain, infra_rank"),
+        ({"store_type": "file"}, "store_type: there is no such option; there are domain, infra"),
         ({"spares": "many"}, "spares: Input should be a valid integer"),
         ({"spares": "3"}, "leaves fewer than the minimum"),
         ({"lease": "0"}, "lease: Input should be greater than 0"),

@@ -5,9 +5,9 @@
     told.check(reference)
 
 The work is a program with the real Tinker client: training in several chunks, saves, a load,
-sampling, a checkpoint that is published and one whose time runs out, and a second model that takes
-turns in memory. What is compared: every result that the client was given, the hashes of all weights
-that were kept, and what the ledger was told, write by write.
+sampling, a checkpoint that is published and one whose time runs out, and a second model that
+takes turns in memory. What is compared: every result that the client was given, the hashes of
+all weights that were kept, and what the ledger was told, write by write.
 """
 
 import asyncio

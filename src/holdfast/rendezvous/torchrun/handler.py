@@ -26,7 +26,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 # torch exports the store without saying so.
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -39,10 +39,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 
 from holdfast import ledger
-from holdfast.errors import Gone, HoldfastError, Retriable, UnknownOutcome
+from holdfast.errors import Gone, HoldfastError, Mistake, Retriable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.records import load
 from holdfast.ledger.runtime import LiveRuntime
@@ -52,7 +53,7 @@ from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
 from holdfast.rendezvous.torchrun import BACKEND
-from holdfast.rendezvous.torchrun.member import Ended, Membership, fail
+from holdfast.rendezvous.torchrun.member import Ended, Membership, TooLate, fail
 from holdfast.rendezvous.torchrun.options import Options
 from holdfast.rendezvous.torchrun.store import AgentStore, Over, host, reach
 
@@ -82,7 +83,9 @@ class HoldfastHandler(RendezvousHandler):
         self._thread: LoopThread | None = None
         self._ledger: Ledger = ledger.open(options.url)
         self._runtime = LiveRuntime(self._ledger)
-        self._member = Membership(self._runtime, options, partial(listen, options.node.address))
+        self._member = Membership(
+            self._runtime, options, partial(listen, options.node.address), _say
+        )
         self._server: TCPStore | None = None
         self._finished = False
         self._succeeded = False
@@ -167,6 +170,9 @@ class HoldfastHandler(RendezvousHandler):
         try:
             with _torch_errors():
                 return self._run(self._member.join())
+        except Mistake as error:
+            _say(str(error))  # torch's agent shows a traceback; the cause is its last line
+            raise
         except Ended as end:
             cycle = end.cycle
         run = self._options.run
@@ -188,14 +194,27 @@ class HoldfastHandler(RendezvousHandler):
     def _open_store(self, place: Place) -> AgentStore:
         if place.rank == 0:
             self._server = host(place.address, self._member.take_listener())
+        why = self._run(self._member.probe())
         try:
-            store = reach(place.address, place.port, self._member.stale)
+            if not why:
+                store = reach(place.address, place.port, self._member.stale)
         except DistError as error:
-            raise RendezvousConnectionError(
-                f"rank 0 says that it is at {place.address}:{place.port}, but is not reached "
-                f"there: give it a --local-addr that the other nodes can reach"
-            ) from error
+            why = f"{place.first}'s store is not reached at {place.address}:{place.port}: {error}"
+        if why:
+            self._report_unreached(why)
         return AgentStore(store, place.rank, place.nodes, self)
+
+    def _report_unreached(self, why: str) -> NoReturn:
+        """Let the others hear that rank 0 is not reached; raises `Over` when the cycle ends."""
+        if not self._member.stale():
+            _say(why)
+            with _torch_errors():
+                ended = self._run(self._member.unreached())
+            if not ended:
+                raise RendezvousConnectionError(
+                    f"{why}: give rank 0 a --local-addr that the other nodes can reach"
+                )
+        raise Over
 
     def _tell_workers(self, place: Place) -> None:
         """Give workers what `holdfast.cycle` needs; torch's agent hands its environment on."""
@@ -304,6 +323,8 @@ def _torch_errors() -> Iterator[None]:
     """Errors of ours, as torch's interface wants them."""
     try:
         yield
+    except TooLate as error:
+        raise RendezvousTimeoutError(str(error)) from None
     except (Retriable, UnknownOutcome) as error:
         raise RendezvousConnectionError(str(error)) from error
     except Gone as error:

@@ -23,6 +23,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -38,13 +39,18 @@ from holdfast.ledger.follow import follow
 from holdfast.ledger.records import KEEP, Stored, Verdict, decode, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
-from holdfast.rendezvous.records import Cause, Cycle, Keys
+from holdfast.rendezvous.board import Board
+from holdfast.rendezvous.decide import Clock, Wait, decide
+from holdfast.rendezvous.overview import parked_line
+from holdfast.rendezvous.probe import ProbeServer, is_alive, trouble
+from holdfast.rendezvous.records import Cause, Cycle, Keys, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from holdfast.rendezvous.torchrun.options import Options
 
-__all__ = ["Ended", "Membership", "fail"]
+__all__ = ["Ended", "Membership", "TooLate", "fail"]
 
 _PAUSE_S = 0.2
+_UNREACHED_S = 60.0
 _WORKERS_FAILED = "its workers failed; the log of its torchrun says how"
 
 
@@ -56,16 +62,25 @@ class Ended(Exception):  # a control flow within this package
         self.cycle = cycle
 
 
+class TooLate(Exception):  # a control flow within this package
+    """A cycle was open for longer than this node waits."""
+
+
 class Membership:
     """One node in one run. `close` it, in the end."""
 
     def __init__(
-        self, runtime: Runtime, options: Options, listen: Callable[[], socket.socket]
+        self,
+        runtime: Runtime,
+        options: Options,
+        listen: Callable[[], socket.socket],
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._runtime = runtime
         self._options = options
         self._keys = Keys(options.run)
         self._listen = listen
+        self._say = say
         self._listener: socket.socket | None = None
         self._rendezvous: Rendezvous | None = None
         self._ready = 0
@@ -75,6 +90,8 @@ class Membership:
         self._life = 0
         self._watching: asyncio.Task[None] | None = None
         self._stale = False
+        self._probes: ProbeServer | None = None
+        self._parked: Parked | None = None
         self.took_part = False
         """Whether this node has met the run before it was over."""
 
@@ -99,16 +116,16 @@ class Membership:
     async def join(self) -> Place:
         """Wait for a place in the next cycle. A spare waits here, for as long as the run lasts.
 
-        Raises `Ended` when the run is over, and `Retriable` when the ledger is away for longer
-        than the run's join time-out.
+        Raises `Ended` when the run is over, `TooLate` when a cycle is open for longer than the
+        join time-out, and `Retriable` when the ledger is away for longer.
         """
         await self._end_watch()
         await self._give_up(Cause(kind="failed", detail=_WORKERS_FAILED))
-        limit = self._runtime.now() + self._options.rules.join_s
+        limit = self._runtime.now() + self._options.join_s
         while True:
             try:
                 rendezvous = self._rendezvous or await self._enter()
-                limit = self._runtime.now() + self._options.rules.join_s
+                limit = self._runtime.now() + self._options.join_s
                 await self._wait_for_place(rendezvous)
             except LeaseLost:
                 await self._leave()
@@ -125,9 +142,20 @@ class Membership:
 
     async def _enter(self) -> Rendezvous:
         options = self._options
-        node = msgspec.structs.replace(options.node, port=self._new_port())
+        if self._probes is None:
+            self._probes = ProbeServer(options.node.address, options.run, options.name)
+            await self._probes.start()
+        node = msgspec.structs.replace(
+            options.node, port=self._new_port(), probe_port=self._probes.port
+        )
         rendezvous = Rendezvous(
-            self._runtime, options.run, options.name, node, options.rules, lease_s=options.lease_s
+            self._runtime,
+            options.run,
+            options.name,
+            node,
+            options.rules,
+            lease_s=options.lease_s,
+            is_alive=partial(is_alive, options.run, options.name),
         )
         await rendezvous.__aenter__()
         self._rendezvous = rendezvous
@@ -137,21 +165,75 @@ class Membership:
 
     async def _wait_for_place(self, rendezvous: Rendezvous) -> None:
         head = rendezvous.head
+        open_since = self._runtime.now()
         while True:
             cycle = head.record
             if cycle.final:
                 raise Ended(cycle)
+            self._tell_parked(rendezvous, head)
             if cycle.number != self._ready:
                 await rendezvous.ready(head, port=self._new_port())
                 self._ready = cycle.number
             place = rendezvous.place(head)
             if place is not None and place.cycle > self._used:
                 break
-            head = await rendezvous.changed(head)
+            if cycle.state != "open":
+                head = await rendezvous.changed(head)
+                open_since = self._runtime.now()
+                continue
+            left_s = open_since + self._options.join_s - self._runtime.now()
+            try:
+                async with asyncio.timeout(left_s):
+                    head = await rendezvous.changed(head)
+            except TimeoutError:
+                raise TooLate(await self._missing()) from None
         self._head, self._place, self._used = head, place, place.cycle
         self._life = cycle.members[place.rank].life
         if place.rank != 0:
             self._close_listener()
+
+    def _tell_parked(self, rendezvous: Rendezvous, head: Stored[Cycle]) -> None:
+        parked = rendezvous.parked(head)
+        if parked is not None and parked != self._parked:
+            self._say(parked_line(parked.reason))
+        self._parked = parked
+
+    async def _missing(self) -> str:
+        """Why this node's wait for a place has lasted too long."""
+        found = await self._runtime.ledger.range(self._keys.root)
+        view = Board(self._keys, found.entries).view()
+        verdict = decide(view, Clock()) if view is not None else Wait()
+        missing = verdict.missing if isinstance(verdict, Wait) else "the cycle was not closed"
+        return (
+            f"no place in the run {self._options.run!r} within {self._options.join_s:g} s "
+            f"(--rdzv-conf join_timeout): {missing}. The run is not closed: start this node again"
+        )
+
+    async def unreached(self) -> bool:
+        """Report that this node does not reach rank 0, and wait until the cycle has ended.
+
+        False: the closer has not ended it.
+        """
+        rendezvous, head = self._rendezvous, self._head
+        if rendezvous is None or head is None:
+            return True
+        try:
+            async with asyncio.timeout(_UNREACHED_S):
+                await rendezvous.unreached(head.record.number)
+                await rendezvous.changed(head)
+        except TimeoutError:
+            return False
+        except LeaseLost:
+            pass  # and with it the cycle
+        return True
+
+    async def probe(self) -> str:
+        """Why rank 0 of the last place is not reached; empty: it is, or cannot be asked."""
+        place = self._place
+        assert place is not None
+        if not place.rank or not place.probe_port:
+            return ""
+        return await trouble(place.address, place.probe_port, self._options.run, place.first)
 
     async def _watch(self) -> None:
         """Say that the cycle is over, to the agent and to the other nodes."""
@@ -197,7 +279,16 @@ class Membership:
         raise AssertionError("following a prefix does not end")
 
     async def fail(self, cause: Cause) -> None:
-        """End the run for all, if this life of the node is still in it."""
+        """End the run for all, if this life of the node is still in it.
+
+        If the node alone is to blame and a spare can take its rank, only its part in it ends.
+        """
+        rendezvous, head = self._rendezvous, self._head
+        if rendezvous is not None and head is not None:
+            with contextlib.suppress(LeaseLost):
+                if await rendezvous.parks(head, self._named(cause)):
+                    await rendezvous.restart(head, cause)
+                    return
         if self._life:
             key = self._keys.node(self._options.name)
             guard = Compare(key, "create", "==", self._life)
@@ -210,6 +301,8 @@ class Membership:
 
     async def close(self) -> None:
         """Leave, and let go of everything."""
+        if self._probes is not None:
+            self._probes.close()
         await self._end_watch()
         await self._leave()
 

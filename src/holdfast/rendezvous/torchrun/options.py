@@ -10,6 +10,8 @@ its own:
 
 - torch's agent counts restarts itself (`--max-restarts`, per agent), so ours are without limit:
   the agent that has used up its own ends the run;
+- a join that takes too long is an error of the node that waits (`RendezvousTimeoutError`) and
+  closes nothing, so an open cycle waits for the minimum without end;
 - it gives workers 30 s to stop, so an open cycle waits longer than that for a node that is
   stopping its workers.
 """
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast import machine
 from holdfast.errors import Mistake
 from holdfast.ledger.types import join
 from holdfast.rendezvous.address import own
@@ -34,6 +37,7 @@ __all__ = ["Options", "parse"]
 
 _NO_LIMIT = 1_000_000
 _RESTART_WINDOW_S = 1.0
+_NO_END_S = 1e9
 _TORCH_STOP_S = 30.0
 _UNNAMED = ("", "none")
 
@@ -53,6 +57,9 @@ class _Conf(BaseModel):
     domain: str = ""
     infra_rank: int | None = Field(default=None, ge=0)
     node_name: str = ""
+    is_host: str = ""
+    """Which node hosts c10d's store. Taken because scripts give it to every back end; here rank 0
+    of each cycle hosts that cycle's store."""
     timeout: float = 0.0
     """Set by torch in every case, for an older interface; means nothing here."""
 
@@ -68,6 +75,8 @@ class Options(BaseModel):
     node: Node
     rules: Rules
     lease_s: float
+    join_s: float
+    """How long this node waits in an open cycle, and for a ledger that is away."""
 
 
 def parse(params: "RendezvousParameters") -> Options:
@@ -82,14 +91,13 @@ def parse(params: "RendezvousParameters") -> Options:
         spares=conf.spares,
         segment=conf.segment,
         last_call_s=conf.last_call_timeout,
-        join_s=conf.join_timeout,
+        join_s=_NO_END_S,
         settle_s=conf.settle_timeout,
         stop_s=conf.stop_timeout,
         max_restarts=_NO_LIMIT,
         restart_window_s=_RESTART_WINDOW_S,
     )
     rules.check()
-    host = socket.gethostname()
     node = Node(
         cycle=0,
         address=own(params.local_addr, params.endpoint),
@@ -97,16 +105,17 @@ def parse(params: "RendezvousParameters") -> Options:
         slots=1,  # torch tells its workers' number to nobody before ranks are given
         infra_rank=conf.infra_rank,
         domain=conf.domain,
-        host=host,
+        host=machine.place(),
         pid=os.getpid(),
     )
     return Options(
         url=params.endpoint,
         run=params.run_id,
-        name=conf.node_name or f"{host}-{secrets.token_hex(3)}",
+        name=conf.node_name or f"{socket.gethostname()}-{secrets.token_hex(3)}",
         node=node,
         rules=rules,
         lease_s=conf.lease,
+        join_s=conf.join_timeout,
     )
 
 
@@ -117,7 +126,7 @@ def _conf(given: dict[str, object]) -> _Conf:
         reasons = []
         for one in error.errors():
             name = ".".join(map(str, one["loc"]))
-            known = ", ".join(sorted(set(_Conf.model_fields) - {"timeout"}))
+            known = ", ".join(sorted(set(_Conf.model_fields) - {"timeout", "is_host"}))
             unknown = f"there is no such option; there are {known}"
             reasons.append(
                 f"{name}: {unknown if one['type'] == 'extra_forbidden' else one['msg']}"
