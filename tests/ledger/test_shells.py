@@ -135,7 +135,7 @@ import asyncio, sys
 from holdfast.errors import Fenced
 from holdfast.ledger import LiveRuntime, open, update
 from holdfast.ledger.election import Election
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = [sys.argv[3], sys.argv[3] + "/.."]
 from test_shells import Count
 
 async def main():
