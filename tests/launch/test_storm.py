@@ -35,7 +35,8 @@ class Storm:
 
     def spares(self) -> list[str]:
         """Living nodes without a rank."""
-        return [n["name"] for n in self.here.status()["nodes"] if n["state"] == "spare"]
+        idle = ("spare", "parked")
+        return [n["name"] for n in self.here.status()["nodes"] if n["state"] in idle]
 
     def worker(self, name: str) -> int:
         """A worker's pid."""

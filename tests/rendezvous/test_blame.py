@@ -123,6 +123,20 @@ def test_an_open_cycle_waits_for_a_spare_rather_than_take_a_parked_node_back() -
     assert ranks(closed) == ["n2", "n1"]
 
 
+def test_a_node_whose_workers_fail_because_another_node_died_is_not_blamed() -> None:
+    """A dead node is missed when its lease ends; the workers of the others fail before."""
+    rules = Rules(minimum=2, maximum=4, spares=2, max_restarts=5)
+    silent = there(1, "n1")  # dead, but its lease has not ended
+    first = restart(run(rules, "n0", "n1"), Cause(kind="failed", node="n0", at=1.0))
+    alive = there(first.number, "n0", "n2", "n3") | silent
+    second = decide(View(first, alive), Clock(open_s=100.0))
+    assert isinstance(second, Cycle)
+    assert ranks(second) == ["n0", "n2"]
+    third = fail(second, "n0", "n0", "n2", "n3")
+    assert (ranks(third), len(third.restarts)) == (["n0", "n2"], 2)
+    assert ranks(fail(third, "n0", "n0", "n2", "n3")) == ["n3", "n2"]
+
+
 def test_a_rank_0_that_most_others_do_not_reach_loses_its_rank() -> None:
     """To a spare if there is one; otherwise it changes places with a node that is reached."""
     rules = Rules(minimum=3, maximum=4, spares=1, max_restarts=0)

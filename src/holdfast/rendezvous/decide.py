@@ -114,7 +114,9 @@ def suspect(cycle: Cycle, cause: Cause) -> bool:
     """Whether this failure is the second in a row of one node, which is not parked yet."""
     last = next((one for one in reversed(cycle.history) if one.kind in _FAILURES), None)
     member = _member(cycle, cause.node)
-    if last is None or member is None or cause.kind not in _FAILURES or last.node != cause.node:
+    if last is None or last.excused or last.node != cause.node:
+        return False
+    if member is None or cause.kind not in _FAILURES:
         return False
     mark = cycle.mark(member.name, member.life)
     return mark is None or mark.kind == UNREACHABLE
@@ -235,7 +237,24 @@ def _decide_open(view: View, clock: Clock) -> Cycle | Wait:
         return Wait(wait_s, "more nodes may come")
     there = {(name, life) for name, (life, _) in view.nodes.items()}
     parked = tuple(one for one in cycle.parked if (one.name, one.life) in there)
-    return _replace(cycle, state="running", members=possible.members, parked=parked)
+    closed = _replace(cycle, state="running", members=possible.members, parked=parked)
+    return _excuse(closed, view)
+
+
+def _excuse(closed: Cycle, view: View) -> Cycle:
+    """Take the blame from a node whose peers did not come back: their loss made its workers fail.
+
+    A dead node is missed when its lease ends. The workers of the others fail before.
+    """
+    cause, number = closed.cause, closed.number
+    if cause is None or cause.kind not in _FAILURES:
+        return closed
+    ready = {(name, life) for name, (life, node) in view.nodes.items() if node.cycle == number}
+    peers = [one for one in view.cycle.members if one.name != cause.node]
+    if all((peer.name, peer.life) in ready for peer in peers):
+        return closed
+    excused = msgspec.structs.replace(cause, excused=True)
+    return _replace(closed, cause=excused, history=(*closed.history[:-1], excused))
 
 
 def _wait_s(view: View, clock: Clock, possible: Seating) -> float:

@@ -111,6 +111,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     cycle: int = 0
     at: float = 0.0
     """When, in seconds since 1970 by the clock of the node that saw it."""
+    excused: bool = False
+    """Another member did not come back for the next cycle, so `node` is not to blame."""
 
     def __str__(self) -> str:
         who = f"{self.node} " if self.node else ""

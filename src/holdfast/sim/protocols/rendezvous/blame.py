@@ -58,6 +58,8 @@ class Blame:
             first = now.members[0]
             if (first.name, first.life) in self._hidden:
                 raise Violation(f"{first.name} got rank 0 again, and the others do not reach it")
+        if now.state == "running" and now.cause is not None and now.cause.excused:
+            self._row = []
         if before.state != "running" or now.state != "open" or now.cause is None:
             return
         cause = now.cause

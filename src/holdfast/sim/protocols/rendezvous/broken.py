@@ -7,7 +7,7 @@ from holdfast.ledger.records import Stored, put
 from holdfast.ledger.types import Get, absent
 from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.decide import View, restart
-from holdfast.rendezvous.records import Cause, Closer, Cycle, Node
+from holdfast.rendezvous.records import Cause, Closer, Cycle, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from holdfast.sim.protocols.rendezvous.blame import Trouble
 from holdfast.sim.protocols.rendezvous.model import RendezvousProtocol, SimCrew
@@ -232,8 +232,10 @@ class _NoBlame(RendezvousProtocol):
     rendezvous = _Lenient
 
     def prepare(self, seed: int) -> None:
-        """One such node."""
+        """One such node, and two spares."""
         super().prepare(seed)
+        self.nodes, self.failing, self.quitting = 4, 0.0, 0.0
+        self.rules = Rules(minimum=2, maximum=3, spares=1, last_call_s=2.0, max_restarts=8)
         self.trouble = Trouble(failing="n0")
 
 
