@@ -281,11 +281,13 @@ def test_errors_cross_processes(place: Place) -> None:
         import transfer_queue
 
         transfer_queue.init()
-        transfer_queue.kv_batch_get(keys=["a", "nobody"], partition_id=part)
+        transfer_queue.kv_batch_get(keys=["a", "b"], partition_id=part)
 
+    lost = f"{index(part, 'b')}@x"
+    place.delete(f"/{lost}/")
     try:
         with pytest.raises(BatchFailed) as caught:
             ray.get(ray.remote(num_cpus=0, max_calls=1)(consume).remote(), timeout=120)
-        assert "nobody" in caught.value.failures
+        assert list(caught.value.failures) == [lost]
     finally:
         tq.get_client().clear_partition(part)

@@ -76,12 +76,25 @@ async def while_alive(controller: Any, answer: Awaitable[T]) -> T:
             if done:
                 return task.result()
             if not await _listening(controller) and not task.done():
+                _hang_up(answer)
                 raise Unavailable(
                     f"TransferQueue's controller {controller.id} does not answer, and nobody "
                     "listens at its port: it is dead. What it knew is lost with it"
                 )
     finally:
         task.cancel()
+
+
+def _hang_up(answer: Any) -> None:
+    """Close the socket of a request that will never be sent.
+
+    Before 0.1.10 a request has a socket in its outermost frame, and when it is cancelled waits
+    for ever, in the event loop, until that is sent.
+    """
+    frame = getattr(answer, "cr_frame", None)
+    socket = frame.f_locals.get("sock") if frame is not None else None
+    if socket is not None:
+        socket.close(linger=0)
 
 
 async def _listening(controller: Any) -> bool:
