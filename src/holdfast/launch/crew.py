@@ -133,8 +133,11 @@ class NodeCrew:
     # ---- what `attend` asks for --------------------------------------------------
 
     def port(self) -> int:
-        """A new port for rank 0, held until the next one is asked for."""
-        self._held = procs.HeldPort(self._settings.address)
+        """A new port for rank 0, held until the next one is asked for.
+
+        It is held on every address, because torch's own store listens on every address.
+        """
+        self._held = procs.HeldPort("::" if ":" in self._settings.address else "")
         return self._held.port
 
     async def start(self, place: Place) -> None:
