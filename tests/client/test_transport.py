@@ -194,8 +194,11 @@ async def test_a_404_that_stays_is_raised_in_the_end(bench: Bench) -> None:
         response = await http.post("/api/v1/optim_step", content=operation(1))
     assert (response.status_code, response.content) == (404, LOST.body)
     sent = len(bench.dumb.of("optim_step"))
-    assert [one.step for one in bench.doubted] == ["send again"] * (sent - 1) + ["raise"]
-    assert str(bench.doubted[-1]) == f"404 on submit, still at try {sent}: raise"
+    *again, last = bench.doubted
+    assert {one.step for one in again} == {"send again"}
+    # The time may be used up while it waits: then what was decided is not sent any more.
+    assert len(again) in (sent - 1, sent)
+    assert str(last) == f"404 on submit, still at try {sent}: raise"
 
 
 class Virtual:
