@@ -3,8 +3,9 @@
 - Whoever takes the seat reads everything *after* that, so what it holds in memory is the
   truth until somebody else takes the seat: every transaction compares the seat (and the job's
   epoch), so a writer that was replaced changes nothing any more (`Fenced`).
-- Because there is one writer, a write whose outcome is unknown is simply sent again: it
-  writes the same bytes under the same keys, or finds that it was fenced.
+- Every transaction touches the seat, and holds only behind the one before it. So a write whose
+  outcome is unknown is simply sent again: it takes effect, finds that it has had its effect, or
+  that it was fenced. One that is delivered again later changes nothing.
 - Writes that come while a transaction is under way go together into the next one.
 - A ledger without room is waited for, as any full disk is: for the trainer's `room_s`.
 """
@@ -25,11 +26,13 @@ from holdfast.ledger.types import (
     MAX_TXN_OPS,
     Compare,
     Delete,
+    Entry,
     Get,
     Put,
     Txn,
     absent,
     unchanged,
+    value_is,
 )
 from holdfast.trainer.book import Book, read_book
 from holdfast.trainer.records import Keys, Seat
@@ -107,7 +110,8 @@ class Journal:
         self._room_s = room_s
         self._queue: deque[_Waiting] = deque()
         self._flushing: asyncio.Task[None] | None = None
-        self._seat: Compare | None = None
+        self._seated = b""  # what the seat holds while it is ours
+        self._last = 0  # the revision of our last write
         self.seat: Seat | None = None
         self.failure: Exception | None = None
         """Why nothing can be written any more."""
@@ -116,8 +120,12 @@ class Journal:
     @property
     def guards(self) -> tuple[Compare, ...]:
         """What every effect compares, those of others (the vault's) too."""
-        assert self._seat is not None, "take the seat first"
-        return (self._seat, *self._guards)
+        assert self._seated, "take the seat first"
+        return (value_is(self.keys.seat, self._seated), *self._guards)
+
+    def _behind(self) -> tuple[Compare, ...]:
+        """True while nothing has been written behind our last write."""
+        return (Compare(self.keys.seat, "mod", "==", self._last),)
 
     @property
     def term(self) -> int:
@@ -136,7 +144,7 @@ class Journal:
                 stored = await load(self._runtime.ledger, self.keys.seat, Seat)
                 old = stored.record if stored else None
                 if stored is not None and old is not None and old.by == by:
-                    self._sit(stored.record, stored.entry.mod_revision)
+                    self._sit(stored.record, stored.entry.value, stored.entry.mod_revision)
                     return stored.record
                 if old is not None and (old.epoch, old.cycle) > (epoch, cycle):
                     break
@@ -144,13 +152,12 @@ class Journal:
                     term=old.term + 1 if old else 1, epoch=epoch, cycle=cycle, by=by, at=at
                 )
                 held = unchanged(stored.entry) if stored else absent(self.keys.seat)
-                txn = await self._txn(
-                    [held, *self._guards], [put(self.keys.seat, seat)], [Get(self.keys.seat)]
-                )
+                taken = put(self.keys.seat, seat)
+                txn = await self._txn([held, *self._guards], [taken], [Get(self.keys.seat)])
             except (Unavailable, UnknownOutcome):
                 continue
             if txn.succeeded:
-                self._sit(seat, txn.revision)
+                self._sit(seat, taken.value, txn.revision)
                 return seat
             if txn.results[0] == (stored.entry if stored else None):
                 break  # nobody sat down in between: a guard does not hold
@@ -158,9 +165,10 @@ class Journal:
             raise Conflict(f"the seat at {self.keys.seat} could not be taken")
         raise Fenced("a newer incarnation of this job's trainer has taken over: stop", epoch=epoch)
 
-    def _sit(self, seat: Seat, revision: int) -> None:
+    def _sit(self, seat: Seat, value: bytes, revision: int) -> None:
         self.seat = seat
-        self._seat = Compare(self.keys.seat, "mod", "==", revision)
+        self._seated = value
+        self._last = revision
         events.emit(Seated(job=self.keys.root, term=seat.term, epoch=seat.epoch))
 
     async def read(self) -> Book:
@@ -191,9 +199,12 @@ class Journal:
     async def check(self) -> None:
         """Raise `Fenced` if somebody else acts for the job by now: what we know may be old."""
         entry = await self._runtime.ledger.get(self.keys.seat)
-        if self._seat is None or entry is None or entry.mod_revision != self._seat.operand:
+        if not self._sits(entry):
             self.fail(Fenced(_FENCED))
             raise Fenced(_FENCED)
+
+    def _sits(self, entry: Entry | None) -> bool:
+        return entry is not None and entry.value == self._seated
 
     def fail(self, error: Exception) -> None:
         """Nothing can be written any more: the process must end."""
@@ -250,11 +261,15 @@ class Journal:
         return batch
 
     async def _commit(self, writes: Sequence[Write]) -> None:
+        """Write once, however often it is tried. If the seat is ours and was touched although the
+        transaction did not hold, an earlier try has done it."""
+        compare = [*self.guards, *self._behind()]
+        touching = [*writes, Put(self.keys.seat, self._seated)]
         until, attempt = None, 0
         while True:
             attempt += 1
             try:
-                txn = await self._txn(self.guards, writes)
+                txn = await self._txn(compare, touching, [Get(self.keys.seat)])
             except (Unavailable, UnknownOutcome) as error:
                 until = until or self._runtime.now() + self._deadline_s
                 if self._runtime.now() >= until:
@@ -263,8 +278,13 @@ class Journal:
                     ) from error
                 await self._pause(attempt)
                 continue
-            if not txn.succeeded:
+            if txn.succeeded:
+                self._last = txn.revision
+                return
+            (found,) = txn.results
+            if found is None or not self._sits(found) or found.mod_revision == self._last:
                 raise Fenced(_FENCED)
+            self._last = found.mod_revision
             return
 
     async def _txn(

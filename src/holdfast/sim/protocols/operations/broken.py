@@ -96,6 +96,9 @@ class _Seatless(Journal):
     def guards(self) -> tuple[Compare, ...]:
         return ()
 
+    def _behind(self) -> tuple[Compare, ...]:
+        return ()
+
     async def check(self) -> None:
         """Believe."""
 
@@ -107,6 +110,18 @@ class _Unfenced(OperationsProtocol):
 
     class trainer(Trainer):  # noqa: N801
         journal_type = _Seatless
+
+
+class _Repeated(Journal):
+    def _behind(self) -> tuple[Compare, ...]:
+        return ()
+
+
+class _WrittenAgain(OperationsProtocol):
+    """A write that is delivered again, long after it was done, has its effect again."""
+
+    class trainer(Trainer):  # noqa: N801
+        journal_type = _Repeated
 
 
 class _Retries(Runner):
@@ -208,6 +223,7 @@ BROKEN: dict[str, Callable[[], Protocol]] = {
     "hasty-checkpoints": _HastyCheckpoints,
     "payloads": _Payloads,
     "unfenced": _Unfenced,
+    "written-again": _WrittenAgain,
     "failures-again": _FailuresAgain,
     "load-replayed": _LoadReplayed,
     "trimmed-first": _TrimmedFirst,
