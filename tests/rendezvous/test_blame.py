@@ -123,6 +123,30 @@ def test_an_open_cycle_waits_for_a_spare_rather_than_take_a_parked_node_back() -
     assert ranks(closed) == ["n2", "n1"]
 
 
+def test_a_spare_that_is_slow_to_hear_of_a_cycle_is_waited_for_before_a_parked_node() -> None:
+    """Without a parked node it would be waited for during `settle_s` only."""
+    cycle = fail(run(RULES, "n0", "n1"), "n0", "n0", "n1", "n2")
+    cause = Cause(kind="failed", node="n0", at=9.0)
+    opened = restart(cycle, cause, View(cycle, there(cycle.number, "n0", "n1", "n2")))
+    nodes = {**there(opened.number, "n0", "n1"), **there(cycle.number, "n2")}
+    slow = View(opened, nodes)
+    waits = decide(slow, Clock(open_s=RULES.settle_s + 1.0))
+    assert isinstance(waits, Wait)
+    closed = decide(slow, Clock(open_s=RULES.stop_s + 1.0))
+    assert isinstance(closed, Cycle)
+    assert set(ranks(closed)) == {"n0", "n1"}
+
+
+def test_a_parked_node_does_not_get_rank_0_while_another_member_can_have_it() -> None:
+    """Rank 0 is where the others meet: whatever a node was parked for, it is the wrong one."""
+    cycle = fail(fail(run(RULES, "n0", "n1"), "n0", "n0", "n1", "n2"), "n0", "n0", "n1", "n2")
+    assert ranks(cycle) == ["n2", "n1"]
+    lost = restart(cycle, Cause(kind="lost", node="n2", at=5.0))
+    possible = seating(View(lost, there(lost.number, "n0", "n1")))
+    assert possible is not None
+    assert [member.name for member in possible.members] == ["n1", "n0"]
+
+
 def test_a_node_whose_workers_fail_because_another_node_died_is_not_blamed() -> None:
     """A dead node is missed when its lease ends; the workers of the others fail before."""
     rules = Rules(minimum=2, maximum=4, spares=2, max_restarts=5)

@@ -263,9 +263,10 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
     if not cycle.members:  # nobody knows yet who will come
         everybody = len(possible.members) + len(possible.spares) >= rules.maximum
         return 0.0 if everybody else rules.last_call_s - clock.enough_s
-    full = len(possible.members) >= rules.highest and not any(
-        cycle.mark(member.name, member.life) for member in possible.members
-    )
+    marks = [mark for one in possible.members if (mark := cycle.mark(one.name, one.life))]
+    full = len(possible.members) >= rules.highest and not marks
+    # A spare that is slow to hear of the cycle is better than a node whose workers always fail.
+    patient = any(mark.kind in _FAILURES for mark in marks)
     held = {member.name for member in cycle.members}
     wait_s = 0.0
     for name, (life, node) in view.nodes.items():
@@ -274,7 +275,8 @@ def _wait_s(view: View, clock: Clock, possible: Seating) -> float:
         mark = cycle.mark(name, life)
         if mark is not None and (full or mark.kind != UNREACHABLE):
             continue  # it is not needed
-        patience_s = rules.stop_s if node.heard == cycle.number else rules.settle_s
+        is_coming = node.heard == cycle.number or (patient and mark is None)
+        patience_s = rules.stop_s if is_coming else rules.settle_s
         wait_s = max(wait_s, patience_s - clock.open_s)
     return wait_s
 

@@ -10,8 +10,8 @@ one:
   and when a domain can no longer fill a segment, the whole segment goes to another domain;
 - otherwise the order is `infra_rank`, then arrival, with domains kept together;
 - a parked node comes after all others: one whose workers kept failing gets a rank only when the
-  minimum is not there without it; one that others do not reach gets any rank but 0, when the
-  membership would be smaller without it."""
+  minimum is not there without it; one that others do not reach gets a rank when the membership
+  would be smaller without it; neither gets rank 0 while another member can have it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -82,24 +82,23 @@ def seat(
         best = best or assign(sound + hidden + bad[:count], former, rules)
     if best is None:
         return None
-    members = _reachable_first(best.members, marks, rules.segment)
+    members = _sound_first(best.members, marks, rules.segment)
     seated = {member.name for member in members}
     waiting = (*sorted(sound, key=_order), *hidden, *bad)
     return Seating(members, tuple(one.name for one in waiting if one.name not in seated))
 
 
-def _reachable_first(
+def _sound_first(
     members: tuple[Member, ...], marks: Mapping[tuple[str, int], str], size: int
 ) -> tuple[Member, ...]:
-    """The same members with rank 0 at a node that others reach; segments stay whole."""
-    found = next(
-        (
-            rank
-            for rank, member in enumerate(members)
-            if marks.get((member.name, member.life)) != UNREACHABLE
-        ),
-        0,
-    )
+    """The same members with rank 0 at a node that is not parked, or at least is reached by the
+    others; segments stay whole."""
+
+    def worth(rank: int) -> tuple[bool, bool]:
+        mark = marks.get((members[rank].name, members[rank].life))
+        return mark == UNREACHABLE, mark is not None
+
+    found = min(range(len(members)), key=worth)
     out = list(members)
     first = found // size * size
     out[:size], out[first : first + size] = out[first : first + size], out[:size]

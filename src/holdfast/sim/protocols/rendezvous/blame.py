@@ -40,7 +40,7 @@ class Blame:
 
     def __init__(self) -> None:
         self._nodes: dict[str, tuple[int, int]] = {}
-        self._failed: set[tuple[str, int]] = set()
+        self._faulty: set[tuple[str, int]] = set()
         self._hidden: set[tuple[str, int]] = set()
         self._row: list[tuple[str, int]] = []
         self._spares: set[tuple[str, int]] = set()
@@ -54,18 +54,19 @@ class Blame:
 
     def see_cycle(self, before: Cycle, now: Cycle) -> None:
         """The cycle's record has changed."""
-        if now.state == "running" and len(now.members) > 1:
-            first = now.members[0]
-            if (first.name, first.life) in self._hidden:
-                raise Violation(f"{first.name} got rank 0 again, and the others do not reach it")
+        if now.state == "running":
+            first, *others = [(one.name, one.life) for one in now.members]
+            if first in self._hidden and not self._hidden.issuperset(others):
+                raise Violation(f"{first[0]} got rank 0 again, and the others do not reach it")
         if now.state == "running" and now.cause is not None and now.cause.excused:
             self._row = []
         if before.state != "running" or now.state != "open" or now.cause is None:
             return
         cause = now.cause
         life = next((one.life for one in before.members if one.name == cause.node), 0)
-        if cause.kind == "unreachable" and not self._hidden:  # the next may be the only one left
+        if cause.kind == "unreachable":
             self._hidden.add((cause.node, life))
+            self._faulty.add((cause.node, life))
         if cause.kind in ("failed", "hung"):
             self._see_failure(before, (cause.node, life))
 
@@ -76,12 +77,12 @@ class Blame:
             for name, (life, ready) in self._nodes.items()
             if ready == cycle.number and (name, life) not in held
         }
-        self._failed.add(node)
+        self._faulty.add(node)
         if self._row and self._row[-1] == node:
             self._row.append(node)
-            self._spares &= waiting - self._failed
+            self._spares &= waiting - self._faulty
         else:
-            self._row, self._spares = [node], waiting - self._failed
+            self._row, self._spares = [node], waiting - self._faulty
         if cycle.rules.segment == 1 and len(self._row) >= _IN_A_ROW and self._spares:
             raise Violation(
                 f"{node[0]} failed {len(self._row)} times in a row and has kept its rank, while "

@@ -16,8 +16,10 @@ does not reach the others. Invariants:
 6. restarts stay within the budget;
 7. a node leaves with success only after success was recorded, and with failure after failure was;
 8. nodes that hold a place see it as the record says it;
-9. a node is not the first to fail three times in a row while a spare waits that never was;
-10. a node that has lost rank 0 because the others did not reach it does not get it again.
+9. a node is not the first to fail three times in a row while a spare waits that never was, and
+   that the others have never missed;
+10. a node that has lost rank 0 because the others did not reach it does not get it again while
+    there is a member that has not.
 
 At the end the run has succeeded or failed, and every process has left.
 """
