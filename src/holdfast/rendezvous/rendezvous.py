@@ -134,6 +134,8 @@ class Rendezvous:
         self._unix = unix
         self._is_alive = is_alive
         self._head: Stored[Cycle]
+        self._since = (0, 0.0)
+        """The number of the cycle, and since when, by our own clock, we know of it."""
         self._closer: Entry | None = None
         self._heard_of_closer = False
         self._entry: Entry | None = None
@@ -147,7 +149,7 @@ class Rendezvous:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             self._keeper = await stack.enter_async_context(Keeper(self._runtime, self._lease_s))
-            self._head = await self._first_head()
+            self._see_head(await self._first_head())
             if not self._head.record.final:
                 await self._enter_node()
             for work, name in ((self._follow(), "head"), (self._serve(), "duty")):
@@ -351,7 +353,7 @@ class Rendezvous:
                     if entry is None:
                         raise Gone("the run's records were removed", key=self._keys.cycle)
                     if entry.mod_revision > self._head.entry.mod_revision:
-                        self._head = Stored(entry, decode(Cycle, entry))
+                        self._see_head(Stored(entry, decode(Cycle, entry)))
                     self._tell_news()
         except Exception as error:  # noqa: BLE001 -- a task's boundary: `_hear` raises it
             self._trouble = error
@@ -378,6 +380,11 @@ class Rendezvous:
         if not self._keeper.believes():
             raise LeaseLost(f"the lease of {self._name} has ended", key=self._key)
 
+    def _see_head(self, head: Stored[Cycle]) -> None:
+        self._head = head
+        if head.record.number != self._since[0]:
+            self._since = head.record.number, self._runtime.now()
+
     # ---- the closer ------------------------------------------------------------
 
     async def _serve(self) -> None:
@@ -391,7 +398,7 @@ class Rendezvous:
                     await self._apply()
                 elif self._is_closer():
                     guard = same_life(self._closer)
-                    await self.duty(self._runtime, self._keys, guard, self._unix).run()
+                    await self._duty(guard).run()
                     return
                 elif (patience_s := self._patience_s()) is not None:
                     await self._stand_in(news, patience_s)
@@ -411,6 +418,10 @@ class Rendezvous:
         op = put(self._keys.closer, Closer(node=self._name), lease=self._keeper.id)
         await self._insist([absent(self._keys.closer)], [op])
 
+    def _duty(self, guard: Compare) -> Duty:
+        """The closer's work. A run whose closers come and go must not wait anew with each."""
+        return self.duty(self._runtime, self._keys, guard, self._unix, open_since=self._since)
+
     def _patience_s(self) -> float | None:
         """After how long this node does what the closer has left lying; None: never.
 
@@ -429,14 +440,12 @@ class Rendezvous:
     async def _stand_in(self, news: asyncio.Event, patience_s: float) -> None:
         """Wait for news of the head; when there are none for so long, look after the cycle."""
         assert self._entry is not None
-        since = self._head.record.number, self._runtime.now()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._hear(news)
             return
         guard = same_life(self._entry)
-        duty = self.duty(self._runtime, self._keys, guard, self._unix, open_since=since)
-        work = self._runtime.spawn(duty.run(), name=f"{self._name} stands in")
+        work = self._runtime.spawn(self._duty(guard).run(), name=f"{self._name} stands in")
         try:
             await self._hear(news)
         finally:
