@@ -34,7 +34,9 @@ class Kid:
 
     def lines(self, limit_s: float) -> list[dict[str, Any]]:
         """What has been said within the limit; empty if it has ended or is silent."""
-        if not select.select([self._out], [], [], limit_s)[0]:
+        waiting = select.poll()  # `select` knows descriptors up to 1023 only
+        waiting.register(self._out)
+        if not waiting.poll(1000 * limit_s):
             return []
         self._heard += os.read(self._out, 1 << 20)
         *whole, self._heard = self._heard.split(b"\n")

@@ -237,7 +237,10 @@ class Room:
                 return 0
             # The dead-bytes stay: readers who still know these values must see them dead. Where
             # they begin is known to those who have read every batch.
-            if segment.last != segment.table.last(segment.number):
+            table, number = segment.table, segment.number
+            if table.last(number) > self._catalog.board[segment.slot]:
+                table.set_last(number, segment.last)  # its writer died before it was committed
+            if segment.last != table.last(number):
                 return 0
             freed = segment.give_back(0, segment.low // PAGE * PAGE)
             faults.point(RELEASED)

@@ -119,8 +119,10 @@ class Writer:
         """Let nothing that looks like a batch lie behind the last one that is committed."""
         if segment.end + HEADER <= segment.low and segment.memory[segment.end]:
             segment.memory[segment.end : segment.end + HEADER] = 0
-        if segment.batches:
-            segment.table.set_last(segment.number, segment.last)
+        table, number = segment.table, segment.number
+        torn = table.last(number) > self._catalog.board[segment.slot]
+        if segment.batches or torn:  # without both it was given back, and keeps its number
+            table.set_last(number, segment.last)
 
     def _recover(self) -> None:
         """After a put that was interrupted: was it committed or not? Its number is at stake."""
