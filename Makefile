@@ -14,14 +14,17 @@ run: setup ## The main job: a whole RL run on this machine, until it has learnt 
 
 sim: setup ## Simulate every protocol, and show that broken ones are caught
 	$(BIN)/holdfast sim --all --seeds 200
+	PYTHONPATH=tests $(BIN)/python -m broken
 
 test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
 	$(BIN)/python -m pytest -q -m "not long" -n 4 --dist loadfile --no-loadscope-reorder
-	$(BIN)/holdfast sim --all --seeds 300 --fresh --variants 4
+	$(BIN)/holdfast sim --all --seeds 300 --fresh
+	PYTHONPATH=tests $(BIN)/python -m broken --fresh --variants 4
 
 test-long: check setup-long setup-sdks ## The full numbers: matrices, storms, thousands of seeds
 	$(BIN)/python -m pytest -q --timeout 1800 -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 2000 --fresh
+	PYTHONPATH=tests $(BIN)/python -m broken
 
 test-peers: setup ## vLLM, TransferQueue and verifiers, in environments of their own (6 GB)
 	@PYTHON=$(PYTHON) scripts/setup-peers

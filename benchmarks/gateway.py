@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from benchmarks.gateway_load import Load, Result, sink, upload
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.errors import MissingPackage
 from holdfast.gateway.http import run
 from holdfast.gateway.process import GatewaySettings
@@ -39,7 +39,7 @@ BODY_BYTES = 64 << 20
 WARM_S = 1.0
 
 
-def _nginx(folder: Path, name: str, http: str) -> procs.Child:
+def _nginx(folder: Path, name: str, http: str) -> proc.Child:
     """nginx with one worker and a configuration of its own."""
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     if not Path(program).exists():
@@ -57,10 +57,10 @@ def _nginx(folder: Path, name: str, http: str) -> procs.Child:
         f"http {{ access_log off; {temps} client_max_body_size 0; keepalive_requests 100000000;\n"
         f"{http}\n}}\n"
     )
-    return procs.spawn([program, "-p", str(here), "-c", str(config)], log=here / "log")
+    return proc.spawn([program, "-p", str(here), "-c", str(config)], log=here / "log")
 
 
-def _haproxy(folder: Path, listen: int, small: int, large: int) -> procs.Child:
+def _haproxy(folder: Path, listen: int, small: int, large: int) -> proc.Child:
     program = shutil.which("haproxy") or "/usr/sbin/haproxy"
     if not Path(program).exists():
         raise MissingPackage("haproxy is not installed (Debian: apt-get install haproxy)")
@@ -74,7 +74,7 @@ def _haproxy(folder: Path, listen: int, small: int, large: int) -> procs.Child:
         f"backend small\n  server s 127.0.0.1:{small}\n"
         f"backend large\n  server l 127.0.0.1:{large}\n"
     )
-    return procs.spawn([program, "-db", "-f", str(config)], log=folder / "haproxy.log")
+    return proc.spawn([program, "-db", "-f", str(config)], log=folder / "haproxy.log")
 
 
 class Ours:
@@ -97,7 +97,7 @@ class Ours:
         )
         argv = [sys.executable, "-m", "holdfast.gateway.process"]
         env = {SETTINGS: msgspec.json.encode(settings).decode()}
-        self.child = procs.spawn(argv, env=env, log=folder / "gateway.log")
+        self.child = proc.spawn(argv, env=env, log=folder / "gateway.log")
 
     async def __aenter__(self) -> "Ours":
         opened = await self._stack.enter_async_context(ledger.open(self.url))
@@ -125,7 +125,7 @@ class Ours:
 
 
 @contextlib.contextmanager
-def _children(*children: procs.Child) -> Iterator[None]:
+def _children(*children: proc.Child) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for child in children:
             stack.enter_context(child)
@@ -139,7 +139,7 @@ def _request(path: str, key: str = "", method: str = "GET", length: int = 0) -> 
 
 
 async def _measure(seconds: float, rounds: int, folder: Path) -> None:
-    held = [procs.HeldPort() for _ in range(5)]
+    held = [proc.HeldPort() for _ in range(5)]
     small, large, ngx, hap, mine = (one.port for one in held)
     reply = "return 200 '" + "x" * 100 + "';"
     upstream = f"server {{ listen 127.0.0.1:{small}; location / {{ {reply} }} }}"

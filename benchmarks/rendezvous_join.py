@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast import procs
+from holdfast import proc
 
 PROCESSES = 8
 PREPARE_S = 120.0
@@ -53,7 +53,7 @@ class Process:
         source = str(ROOT / "src")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log.open("ab")
-        self._child = procs.spawn(
+        self._child = proc.spawn(
             [python, "-c", _WITH_LOG.format(log=str(log), module=module)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -132,7 +132,7 @@ class Crowd:
         """Let them meet once; returns the seconds it took."""
         self._turns += 1
         first = 0
-        held = procs.HeldPort()
+        held = proc.HeldPort()
         order = {
             "do": "prepare",
             "kind": contender.kind,

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger import Ledger
 from holdfast.ledger.records import encode, put
 from holdfast.rendezvous.board import Board
@@ -49,18 +49,16 @@ class Store:
 
     def __init__(self, nodes: dict[str, Node], *, libuv: bool) -> None:
         self._stack = contextlib.ExitStack()
-        port = self._stack.enter_context(procs.HeldPort())
+        port = self._stack.enter_context(proc.HeldPort())
         self._start(_SERVER.format(port=port, libuv=libuv))
         values = {KEYS.node(name): encode(node).decode() for name, node in nodes.items()}
         self._client = self._start(
             _CLIENT.format(port=port, libuv=libuv), json.dumps(values).encode()
         )
 
-    def _start(self, code: str, first: bytes = b"") -> procs.Child:
+    def _start(self, code: str, first: bytes = b"") -> proc.Child:
         child = self._stack.enter_context(
-            procs.spawn(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            proc.spawn([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         )
         assert child.process.stdout is not None
         if first:
@@ -68,7 +66,7 @@ class Store:
         child.process.stdout.readline()
         return child
 
-    def _tell(self, child: procs.Child, line: bytes) -> None:
+    def _tell(self, child: proc.Child, line: bytes) -> None:
         assert child.process.stdin is not None
         child.process.stdin.write(line + b"\n")
         child.process.stdin.flush()

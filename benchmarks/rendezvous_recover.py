@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import TimedOut
 
 WORK = Path(__file__).with_name("rendezvous_work.py")
@@ -95,7 +95,7 @@ class Launcher(abc.ABC):
         """What its environment adds."""
         return {}
 
-    def settle(self, agents: Sequence[procs.Child]) -> None:
+    def settle(self, agents: Sequence[proc.Child]) -> None:
         """Wait until it is as it would be in the middle of a long run."""
         del agents
         time.sleep(SETTLE_S)
@@ -117,7 +117,7 @@ class Holdfast(Launcher):
         argv += ["--lease", str(self.lease_s), "--log-dir", str(self.folder / "logs")]
         return [*argv, str(self.folder / WORK.name), str(self.folder)]
 
-    def settle(self, agents: Sequence[procs.Child]) -> None:
+    def settle(self, agents: Sequence[proc.Child]) -> None:
         """Until every slot of every node has its next interpreter ready."""
         deadline = time.monotonic() + WARM_S
         while any(self._ready(number) < SLOTS for number in range(len(agents))):
@@ -151,7 +151,7 @@ class Torchrun(Launcher):
 
     def __init__(self, folder: Path, python: str) -> None:
         super().__init__(folder)
-        self._held = procs.HeldPort()
+        self._held = proc.HeldPort()
         self.port = self._held.port
         self._bin = Path(python).parent
 
@@ -210,7 +210,7 @@ class Cluster:
 
     def __init__(self, launcher: Launcher, limit_s: float) -> None:
         self.launcher, self.limit_s = launcher, limit_s
-        self.agents: list[procs.Child] = []
+        self.agents: list[proc.Child] = []
         self._mark = secrets.token_hex(8)
 
     def __enter__(self) -> "Cluster":
@@ -237,7 +237,7 @@ class Cluster:
             **self.launcher.env(),
         }
         log = folder / f"agent-{number}.log"
-        child = procs.spawn(self.launcher.argv(number), name=f"node {number}", env=env, log=log)
+        child = proc.spawn(self.launcher.argv(number), name=f"node {number}", env=env, log=log)
         self.agents[number : number + 1] = [child]
 
     def lines(self) -> list[Line]:

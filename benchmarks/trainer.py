@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from holdfast import procs
+from holdfast import proc
 
 BASE = "holdfast/tiny"
 JOB = "bench"
@@ -37,7 +37,7 @@ ROWS, LENGTH = 48, 96
 class Service:
     """`holdfast serve` with one job, and one connection to it."""
 
-    def __init__(self, folder: Path, port: int, child: procs.Child) -> None:
+    def __init__(self, folder: Path, port: int, child: proc.Child) -> None:
         self.folder, self.port, self.child = folder, port, child
         self.key = json.loads((folder / "serve.json").read_text())["key"]
         self._line = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -86,7 +86,7 @@ def serving(*more: str) -> Iterator[Service]:
         argv += ["--ledger", f"sqlite:///{name}/ledger.db", "--port", "0"]
         argv += ["--trainer", "holdfast", "--no-access-log", *more]
         env = {"XDG_STATE_HOME": f"{name}/state", "OMP_NUM_THREADS": "1"}
-        with procs.spawn(argv, env=env, log=folder / "log") as child:
+        with proc.spawn(argv, env=env, log=folder / "log") as child:
             note = folder / "serve.json"
             child.wait_until(lambda: note.exists() and _up(_port(note)), 60)
             service = Service(folder, _port(note), child)

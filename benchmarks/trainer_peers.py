@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.trainer import JOB, Service, serving
-from holdfast import procs
+from holdfast import proc
 from holdfast.engine.tiny import make_tiny
 
 VENV = Path(__file__).parents[1] / ".venv-peers-skyrl"
@@ -90,13 +90,13 @@ class SkyRL:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._folder, self.base = folder, str(model)
-        self._held = procs.HeldPort()
+        self._held = proc.HeldPort()
         self._port = self._held.port
         self.url = f"http://127.0.0.1:{self._port}"
         # One is the base model's. Its steps take longer the more there are.
         self.child = self._start(adapters=2)
 
-    def _start(self, adapters: int) -> procs.Child:
+    def _start(self, adapters: int) -> proc.Child:
         # It starts its engine with `uv run` and the words that it was started with itself.
         argv = [f"{VENV}/bin/uv", "run", "--no-project", "--python", f"{VENV}/bin/python"]
         argv += ["-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(self._port)]
@@ -118,7 +118,7 @@ class SkyRL:
             "OMP_NUM_THREADS": "1",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
         }
-        child = procs.spawn(argv, env=env, log=self._folder / "log")
+        child = proc.spawn(argv, env=env, log=self._folder / "log")
         child.wait_until(lambda: post(self, "client/config", {})[0] == 200, LIMIT_S)
         return child
 

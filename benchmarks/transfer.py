@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.transfer_tables import Figures, Result, ratios
 from benchmarks.transfer_work import WORKLOADS, make_source
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import NotFound
 from holdfast.servers import MooncakeHolder, MooncakeServer, RedisServer
 from holdfast.transfer.shm import remove
@@ -69,7 +69,7 @@ class Process:
         python = str(PEERS) if peer else sys.executable
         self.log = place.folder / f"{kind}-{uuid.uuid4().hex[:8]}.log"
         argv = [python, "-m", module, kind, str(place.source), str(self.log), json.dumps(how)]
-        self._child = procs.spawn(
+        self._child = proc.spawn(
             argv,
             env=_environment(place) if peer else {"MC_TCP_BIND_ADDRESS": "127.0.0.1"},
             cwd=ROOT,

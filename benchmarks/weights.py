@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.weights_child import CHANNEL, bare_load, places, shard_paths
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger import Ledger
 from holdfast.tensors import sources
 from holdfast.weights import Publisher, Retention, Subscriber
@@ -261,7 +261,7 @@ async def _load(subscriber: Subscriber, target: State | None) -> None:
 class Kid:
     """A child that answers lines."""
 
-    def __init__(self, child: procs.Child) -> None:
+    def __init__(self, child: proc.Child) -> None:
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         self._in, self._out = child.process.stdin, child.process.stdout
@@ -281,7 +281,7 @@ def children(kind: str, count: int, root: str) -> Iterator[list[Kid]]:
     with contextlib.ExitStack() as stack:
         kids = []
         for index in range(count):
-            child = procs.spawn(
+            child = proc.spawn(
                 [sys.executable, "-m", CHILD, kind, root, url_of(root), f"{kind}-{index}"],
                 env={
                     "OMP_NUM_THREADS": "1",

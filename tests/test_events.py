@@ -26,7 +26,7 @@ from descriptors import held_below
 from holdfast import events
 from holdfast.errors import Corrupt, Mistake, NotFound
 from holdfast.events import Counters, Dropped, Event, EventLog, Refused, Unknown
-from holdfast.procs import die_with_parent, spawn
+from holdfast.proc import die_with_parent, spawn
 from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])

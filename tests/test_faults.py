@@ -21,7 +21,7 @@ import holdfast
 from holdfast import events, faults
 from holdfast.errors import MissingPackage, Mistake, NoRoom, Unavailable
 from holdfast.faults import Clause, FaultFired, Hits, Plan
-from holdfast.procs import Child, die_with_parent, spawn
+from holdfast.proc import Child, die_with_parent, spawn
 from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])

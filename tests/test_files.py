@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import events, procs
+from holdfast import events, proc
 from holdfast.errors import Denied, Mistake
 from holdfast.files import append_to, private_folder, write_private
 from holdfast.gateway.commands import serve
@@ -62,7 +62,7 @@ def test_logs_do_not_follow_links(tmp_path: Path) -> None:
     for name in ("part.log", "events.jsonl"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(Denied, match="is a link"):
-        procs.spawn([sys.executable, "-c", "print('hello')"], log=tmp_path / "part.log")
+        proc.spawn([sys.executable, "-c", "print('hello')"], log=tmp_path / "part.log")
     with pytest.raises(Denied, match="is a link"):
         events.EventLog(tmp_path / "events.jsonl", process="test")
     (tmp_path / "pipe.log").unlink(missing_ok=True)

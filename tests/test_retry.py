@@ -27,7 +27,7 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.retry import FRESH_S, Attempt, Partial, Policy, delay_s
+from holdfast.retry import FRESH_S, Attempt, Partial, Policy, delay_s, insist
 from patience import HANG_S
 
 STEADY = Policy(attempts=5, base_s=2.0, factor=2.0, max_s=8.0, jitter=0.0, deadline_s=100.0)
@@ -848,3 +848,62 @@ def test_what_a_failed_call_held_is_freed_with_its_error() -> None:
         assert [one() for one in kept] == [None, None]
     finally:
         gc.enable()
+
+
+# ---- insisting --------------------------------------------------------------------
+
+
+def insisting(fn: Callable[[], Any], clock: Virtual, **how: Any) -> Any:
+    async def call() -> Any:
+        return fn()
+
+    return clock.run(insist(clock, call, **how))
+
+
+def test_insisting_outlasts_every_number_of_attempts() -> None:
+    clock = Virtual()
+    fn = Failing(*down(500), UnknownOutcome("perhaps"))
+    assert insisting(fn, clock, pace=STEADY) == "done"
+    assert clock.waits[:4] == [2.0, 4.0, 8.0, 8.0]
+    assert len(clock.waits) == 501
+
+
+def test_insisting_ends_at_its_time_with_the_last_error() -> None:
+    clock = Virtual()
+    failures = down(10)
+    with pytest.raises(Unavailable) as caught:
+        insisting(Failing(*failures), clock, pace=STEADY, until=clock.now() + 7.0)
+    assert caught.value is failures[3]
+    assert clock.waits == [2.0, 4.0, 1.0]  # the last wait is cut: one more try at the very end
+
+
+def test_insisting_passes_what_it_is_not_for() -> None:
+    clock = Virtual()
+    with pytest.raises(Fenced):
+        insisting(Failing(Fenced("replaced")), clock)
+    with pytest.raises(UnknownOutcome):
+        insisting(Failing(UnknownOutcome("perhaps")), clock, on=Unavailable)
+    assert clock.waits == []
+
+
+def test_insisting_is_ended_by_whoever_sees_the_failures() -> None:
+    clock = Virtual()
+    seen: list[Exception] = []
+
+    def failed(error: Exception) -> None:
+        seen.append(error)
+        if len(seen) == 3:
+            raise Gone("the lease has ended")
+
+    with pytest.raises(Gone):
+        insisting(Failing(*down(5)), clock, failed=failed)
+    assert len(seen) == 3
+    assert len(clock.waits) == 2
+
+
+def test_insisting_waits_as_long_as_the_other_side_asks() -> None:
+    clock = Virtual()
+    wish = Unavailable("later")
+    wish.retry_after_s = 30.0
+    insisting(Failing(wish), clock)
+    assert clock.waits == [30.0]

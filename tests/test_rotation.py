@@ -18,9 +18,9 @@ from holdfast.chaos.runs import Tale
 from holdfast.check.reading import read_run
 from holdfast.check.rules.logs import seq
 from holdfast.errors import Mistake
+from holdfast.events import Event
 from holdfast.run.happenings import Trained
 from holdfast.views.tail import Tail
-from holdfast.views.told import Told
 from patience import HANG_S
 
 
@@ -128,7 +128,7 @@ def test_a_writer_that_is_killed_again_and_again(tmp_path: Path) -> None:
     script = tmp_path / "writer.py"
     script.write_text(WRITER)
     tail, following = Tail(tmp_path), 0
-    seen: list[Told] = []
+    seen: list[Event] = []
     for _ in range(5):
         before = len(rotation.older(path))
         writer = subprocess.Popen([sys.executable, str(script), str(path), str(following)])
@@ -147,7 +147,7 @@ def test_a_writer_that_is_killed_again_and_again(tmp_path: Path) -> None:
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         following = numbers[-1] + 1
     seen += tail.look(everything=True)
-    assert sorted(one.fields["n"] for one in seen) == list(range(following))
+    assert sorted(one.n for one in seen if isinstance(one, Said)) == list(range(following))
     assert not seq.run(read_run(tmp_path)).findings
 
 

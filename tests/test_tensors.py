@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import MissingPackage, Mistake
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from holdfast.tensors import DTYPES, Source, as_numpy, as_torch, size, source, sources
 from holdfast.weights.manifest import digest
 

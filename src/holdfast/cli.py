@@ -86,7 +86,7 @@ def cli(debug: bool) -> None:
     Try:
       holdfast doctor                          is this machine fit?
       holdfast sim election --seeds 1000       see a protocol survive 1000 bad days
-      holdfast sim election-broken             see the simulator catch a broken one
+      holdfast sim election --seed 7           replay one of them
       holdfast ledger watch sqlite:///x.db     follow a ledger live
     """
 

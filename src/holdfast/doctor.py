@@ -50,8 +50,8 @@ _SHM = Path("/dev/shm")  # noqa: S108 -- not a temporary file: the file system i
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "client": ("httpx",),
     "etcd": ("aiohttp",),
-    "gateway": ("httptools", "uvloop"),
-    "mooncake": ("mooncake",),
+    "gateway": ("httptools", "httpx", "uvloop"),
+    "mooncake": ("httpx", "mooncake"),
     "run": ("httpx", "httptools", "torch", "transformers", "rich"),
     "train": ("torch", "safetensors", "transformers", "peft", "zstandard"),
     "transfer": ("numpy", "xxhash"),

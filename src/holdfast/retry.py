@@ -13,6 +13,9 @@ Invariants:
   beyond the limit, or any other answer raises the original error at once.
 - *Subset retry*: only keys that failed are sent again, and every key ends as a value or
   as a failure.
+- *Insisting* has no number of attempts: for what does no harm when it is done twice, and must
+  be done. `UnknownOutcome` is tried again there, too. `Pauses` are the waits of it, for what is
+  no single call: a stream that breaks and begins again.
 
 There is one loop, an asynchronous one; the synchronous calls run it with a clock that
 blocks, so that it never suspends. Time and randomness come from a `Clock` only.
@@ -33,7 +36,10 @@ from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, 
 from holdfast import errors
 from holdfast.errors import HoldfastError, Mistake, Retriable
 
-__all__ = ["Attempt", "Clock", "Partial", "Policy", "delay_s"]
+__all__ = ["AGAIN", "Attempt", "Clock", "Partial", "Pauses", "Policy", "delay_s", "insist"]
+
+AGAIN: tuple[type[Exception], ...] = (Retriable, errors.UnknownOutcome)
+"""What `insist` tries again: also what may have taken effect."""
 
 FRESH_S = 1.0
 MAX_S = 86_400.0
@@ -281,6 +287,66 @@ class Policy:
         return batch.result()
 
 
+async def insist(
+    clock: Clock,
+    call: Callable[[], Awaitable[T]],
+    *,
+    on: On = AGAIN,
+    until: float = math.inf,
+    pace: Policy | None = None,
+    failed: Callable[[Exception], None] | None = None,
+) -> T:
+    """Call until it succeeds, for as long as it takes: the ledger may be away for an hour.
+
+    Only for a call that does no harm when it is made twice: a reading, or a transaction whose
+    comparison no longer holds once it has taken effect. `until` is a time of `clock`: the error
+    of a call that fails later than that is raised. `pace` says how long the waits are (0.05 s at
+    first, then up to 2 s); its `attempts` and its `deadline_s` do not count here. `failed` sees
+    every failure that is tried again, and raises what ends it: a lease that is lost, a seat that
+    is another's.
+    """
+    pauses = Pauses(clock, pace)
+    while True:
+        try:
+            return await call()
+        except Exception as error:
+            if not _covered(error, on):
+                raise
+            if failed is not None:
+                failed(error)
+            if (left_s := until - clock.now()) <= 0:
+                raise
+            wait_s = min(pauses.next_s(error), left_s)
+        await clock.sleep(wait_s)
+
+
+class Pauses:
+    """The growing waits of something that is begun again and again, for as long as it takes.
+
+    `await pauses.wait(error)` after a failure; `reset()` when it has got somewhere. The default
+    `pace` is that of `insist`.
+    """
+
+    def __init__(self, clock: Clock | None = None, pace: Policy | None = None) -> None:
+        self._clock = _System() if clock is None else clock
+        self._pace = pace or Policy(base_s=0.05, max_s=2.0)
+        self._failures = 0
+
+    def reset(self) -> None:
+        """The next wait is as short as the first one."""
+        self._failures = 0
+
+    def next_s(self, error: Exception | None = None) -> float:
+        """Count one more failure; return how long to wait after it."""
+        self._failures += 1
+        own_s = delay_s(self._pace, self._failures, self._clock.random.random())
+        return max(own_s, _retry_after_s(error))
+
+    async def wait(self, error: Exception | None = None) -> None:
+        """Count one more failure, and wait."""
+        await self._clock.sleep(self.next_s(error))
+
+
 def delay_s(policy: Policy, failures: int, unit: float) -> float:
     """How long to wait after so many failures; `unit` (0 to 1) is how much of the jitter."""
     try:
@@ -305,7 +371,7 @@ def _covered(error: Exception, on: On) -> bool:
     return isinstance(error, kinds)
 
 
-def _retry_after_s(error: Exception) -> float:
+def _retry_after_s(error: Exception | None) -> float:
     wish = getattr(error, "retry_after_s", None)
     if isinstance(wish, int | float) and math.isfinite(wish):
         return max(0.0, float(wish))

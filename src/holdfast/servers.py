@@ -1,6 +1,6 @@
 """Real etcd, Redis and Mooncake servers, started and broken on purpose. For tests and chaos.
 
-Invariants: a server dies with the thread that started it (`procs.spawn`); it listens on
+Invariants: a server dies with the thread that started it (`proc.spawn`); it listens on
 loopback only; `start` and `restart` return when it really answers; data survives `kill`
 and `restart`; only processes started here are ever signalled.
 
@@ -9,7 +9,6 @@ A killed server finds its port free again: it is held as long as the server's ob
 
 import base64
 import contextlib
-import http.client
 import json
 import shutil
 import signal
@@ -23,8 +22,9 @@ from typing import Self
 
 import msgspec
 
-from holdfast.errors import MissingPackage, Mistake
-from holdfast.procs import Child, HeldPort, spawn
+from holdfast.errors import MissingPackage, Mistake, Unavailable
+from holdfast.fetch import fetch
+from holdfast.proc import Child, HeldPort, spawn
 
 __all__ = [
     "EtcdCluster",
@@ -190,28 +190,26 @@ class EtcdServer(Server):
         key = base64.b64encode(b"/").decode()
         try:
             status, text = self.ask("/v3/kv/range", {"key": key})
-        except (OSError, http.client.HTTPException):
+        except Unavailable:
             return False
         # A server that wants a login is as ready as one that does not.
         return status == 200 or "user name is empty" in text
 
     def ask(self, path: str, request: dict[str, object], token: str = "") -> tuple[int, str]:
         """Send one request to this member; return HTTP status and answer."""
-        connection = self._connection()
-        try:
-            headers = {"Authorization": token} if token else {}
-            connection.request("POST", path, json.dumps(request), headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
-        finally:
-            connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._tls is None:
-            return http.client.HTTPConnection(HOST, self.port, timeout=_ASK_S)
-        context = ssl.create_default_context(cafile=self._tls.ca)
-        context.load_cert_chain(self._tls.cert, self._tls.key)
-        return http.client.HTTPSConnection(HOST, self.port, timeout=_ASK_S, context=context)
+        context: ssl.SSLContext | None = None
+        if self._tls is not None:
+            context = ssl.create_default_context(cafile=self._tls.ca)
+            context.load_cert_chain(self._tls.cert, self._tls.key)
+        status, answer = fetch(
+            "POST",
+            f"{'http' if self._tls is None else 'https'}://{HOST}:{self.port}{path}",
+            timeout_s=_ASK_S,
+            headers={"Authorization": token} if token else {},
+            body=json.dumps(request).encode(),
+            tls=context,
+        )
+        return status, answer.decode(errors="replace")
 
 
 class EtcdCluster:
@@ -336,7 +334,7 @@ class MooncakeServer(Server):
 
     def ready(self) -> bool:
         """Whether master and metadata server answer."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
+        with contextlib.suppress(OSError, Unavailable):
             self.segments()
             _ask_http(self.metadata_port, "/metadata?key=none")
             with socket.create_connection(self.endpoint, timeout=_ASK_S):
@@ -375,16 +373,12 @@ class MooncakeHolder(Server):
 
     def ready(self) -> bool:
         """Whether the master knows of its memory."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
+        with contextlib.suppress(Unavailable):
             new = frozenset(self._master.segments()) - self._before
             self.segment = next(iter(new), "")
         return bool(self.segment)
 
 
 def _ask_http(port: int, path: str) -> str:
-    connection = http.client.HTTPConnection(HOST, port, timeout=_ASK_S)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read().decode(errors="replace")
-    finally:
-        connection.close()
+    _, answer = fetch("GET", f"http://{HOST}:{port}{path}", timeout_s=_ASK_S)
+    return answer.decode(errors="replace")

@@ -110,6 +110,24 @@ RULES: tuple[Rule, ...] = (
         "a consumer that is not ours gives a sign of life only when it loads",
     ),
     Rule(
+        "store_call_s",
+        "<",
+        "store_deadline_s",
+        "a server that does not answer once must leave time for another attempt",
+    ),
+    Rule(
+        "store_lock_s",
+        "<",
+        "store_deadline_s",
+        "a lock that is not had at once must leave time for another attempt",
+    ),
+    Rule(
+        "store_deadline_s",
+        "<=",
+        "redis_unfinished_s",
+        "a large value whose next part is sent late must still be there to be added to",
+    ),
+    Rule(
         "etcd_min_lease_s",
         "<=",
         "member_lease_s",
@@ -157,6 +175,151 @@ RULES: tuple[Rule, ...] = (
         "node_lease_s",
         "etcd silently lengthens a shorter lease, and a dead node holds its rank for longer",
     ),
+    Rule(
+        "job_retry_s",
+        "<=",
+        "host_lease_s",
+        "a host whose call to the ledger failed must try again before its trainers count as dead",
+        factor=5.0,
+    ),
+    Rule(
+        "host_lease_s",
+        "<",
+        "host_adrift_s",
+        "a host that has lost its lease must have time to take another before it stops everything",
+    ),
+    Rule(
+        "job_retry_s",
+        "<=",
+        "steward_wait_s",
+        "hosts settle each other's jobs first; a gateway does it where no host is left",
+        factor=2.0,
+    ),
+    Rule(
+        "route_confirm_s",
+        "<=",
+        "submit_wait_s",
+        "a request that waits for a route must look at the ledger several times",
+        factor=3.0,
+    ),
+    Rule(
+        "key_look_s",
+        "<",
+        "submit_wait_s",
+        "a caller with a new key waits for the next look at the accounts, as long as for a route",
+    ),
+    Rule(
+        "body_hold_s",
+        "<",
+        "submit_wait_s",
+        "a large body that is held back must leave time to send it to another trainer",
+    ),
+    Rule(
+        "submit_wait_s",
+        "<",
+        "command_call_s",
+        "a gateway that cannot ask the ledger says so then: the command must still listen",
+    ),
+    Rule(
+        "client_connect_s",
+        "<",
+        "client_call_s",
+        "connecting is a part of the call",
+    ),
+    Rule(
+        "submit_wait_s",
+        "<",
+        "client_call_s",
+        "a gateway answers a submit that found no route then: the client must still listen",
+    ),
+    Rule(
+        "client_call_s",
+        "<=",
+        "sdk_submit_s",
+        "a try that hangs must leave time for others",
+        factor=2.0,
+    ),
+    Rule(
+        "poll_pace_s",
+        "<",
+        "poll_hold_s",
+        "a poll that a server has held needs no pause after it",
+    ),
+    Rule(
+        "trainer_gap_s",
+        "<",
+        "result_s",
+        "an operation behind a missing number is answered after the gap: its caller must wait",
+    ),
+    Rule(
+        "probe_s",
+        "<=",
+        "warm_up_s",
+        "a probe that hangs must leave time for the three that must succeed",
+        factor=4.0,
+    ),
+    Rule(
+        "control_call_s",
+        "<",
+        "doubt_s",
+        "the control plane must answer while the 404 is still doubted",
+    ),
+    Rule(
+        "doubt_s",
+        "<",
+        "sdk_submit_s",
+        "the client library above must still be trying when a 404 is no longer doubted",
+    ),
+    Rule(
+        "disk_room_s",
+        "<=",
+        "sdk_submit_s",
+        "while a trainer waits for room, its callers must go on sending",
+    ),
+    Rule(
+        "session_heartbeat_s",
+        "<=",
+        "session_silent_s",
+        "two heartbeats in a row may be lost before a living run's models are put aside",
+        factor=3.0,
+    ),
+    Rule(
+        "ledger_call_s",
+        "<=",
+        "ledger_away_s",
+        "a call that hangs must leave time for others",
+        factor=3.0,
+    ),
+    Rule(
+        "orchestrator_lease_s",
+        "<",
+        "claim_s",
+        "the samples of a dead orchestrator are free after its lease: its successor must wait",
+    ),
+    Rule(
+        "replica_connect_s",
+        "<",
+        "replica_lease_s",
+        "a replica that cannot be reached must be given up before its lease says that it is dead",
+    ),
+    Rule(
+        "replica_lease_s",
+        "<",
+        "replica_call_s",
+        "a group may take longer than a lease; the end of the lease says whether to wait for it",
+    ),
+    Rule(
+        "show_s",
+        "<",
+        "ending_s",
+        "the last picture must be shown before a view ends",
+    ),
+    Rule(
+        "show_s",
+        "<",
+        "page_beat_s",
+        "a beat is for a stream that has nothing to show",
+    ),
 )
 
 
@@ -169,15 +332,23 @@ class Timeouts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # ---- the ledger
+
     ledger_lease_s: float = _seconds(
         10.0, "How long a record outlives the last sign of life of its owner."
     )
-    lease_keepalive_s: float = _seconds(3.0, "How often an owner renews its lease.")
+    lease_keepalive_s: float = _seconds(
+        3.0,
+        "How often an owner renews a lease of ledger_lease_s; other leases in proportion.",
+    )
     ledger_call_s: float = _seconds(
         5.0, "How long one call to the ledger may take before it fails."
     )
     sqlite_busy_s: float = _seconds(
         10.0, "How long a transaction on sqlite waits for another process's."
+    )
+    sqlite_fold_s: float = _seconds(
+        0.05, "How long folding sqlite's log waits for a slow reader; writers wait meanwhile."
     )
     watch_backstop_s: float = _seconds(
         1.0, "How often a watch on sqlite looks by itself, in case it was not woken."
@@ -185,12 +356,18 @@ class Timeouts(BaseModel):
     etcd_min_lease_s: float = _seconds(
         2.0, "The shortest lease that etcd grants; lower it only for a ledger that is not etcd."
     )
+    etcd_second_look_s: float = _seconds(
+        0.1, "When etcd is asked again about a lease that it does not know."
+    )
     watch_silence_s: float = _seconds(
         5.0, "How long a watch may say nothing before its connection is doubted."
     )
     update_deadline_s: float = _seconds(
         30.0, "How long an update goes on reading and writing again after conflicts."
     )
+
+    # ---- weights
+
     consumer_lease_s: float = _seconds(
         10.0, "How long a consumer of weights holds versions after its last sign of life."
     )
@@ -203,9 +380,47 @@ class Timeouts(BaseModel):
     foreign_lease_s: float = _seconds(
         600.0, "How long a consumer that only writes marker files counts as alive."
     )
+
+    # ---- transfer
+
+    member_lease_s: float = _seconds(
+        10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
+    )
+    queue_call_s: float = _seconds(
+        60.0, "How long a call to a queue waits for room or for samples, unless it is told."
+    )
+    step_wait_s: float = _seconds(
+        600.0, "How long a rank waits for the batch of a step of training, unless it is told."
+    )
+    store_call_s: float = _seconds(
+        5.0, "How long the server of a store (Redis, Mooncake's master) may take to answer."
+    )
+    store_deadline_s: float = _seconds(
+        30.0, "How long a store goes on asking for keys that failed or arrived damaged."
+    )
+    store_lock_s: float = _seconds(
+        5.0, "How long a process waits for a lock of a store in shared memory."
+    )
+    redis_unfinished_s: float = _seconds(
+        120.0, "How long Redis keeps a large value that is being written, after its last part."
+    )
+    mooncake_buffer_s: float = _seconds(
+        60.0, "How long a call to Mooncake waits for a buffer that other calls have in use."
+    )
+    controller_check_s: float = _seconds(
+        2.0, "How long TransferQueue's controller may say nothing before its port is tried."
+    )
+
+    # ---- rendezvous
+
     node_lease_s: float = _seconds(
         5.0, "How long a node of a run holds its rank after its last sign of life."
     )
+
+    # ---- processes and launch
+
+    # ---- jobs, gateway, client
+
     host_lease_s: float = _seconds(
         5.0, "How long trainers count as RUNNING after the last sign of life of their host."
     )
@@ -217,18 +432,91 @@ class Timeouts(BaseModel):
     sdk_submit_s: float = _seconds(
         300.0, "How long the public SDKs try to send an operation, all tries together."
     )
+    host_adrift_s: float = _seconds(60.0, "How long a host without a lease lets its trainers run.")
+    job_retry_s: float = _seconds(
+        0.2, "How long a host or a gateway waits before it asks a silent ledger again."
+    )
+    steward_wait_s: float = _seconds(
+        1.0, "How long a gateway waits for a host to settle a job whose own host is silent."
+    )
+    route_confirm_s: float = _seconds(
+        0.5, "How often a gateway reads a job from the ledger while a request waits for it."
+    )
+    key_look_s: float = _seconds(
+        1.0, "How often a gateway reads the accounts because of a key that it does not know."
+    )
+    body_hold_s: float = _seconds(
+        2.0, "How long a gateway holds a large body back for a trainer that has not asked for it."
+    )
+    command_call_s: float = _seconds(
+        30.0, "How long `holdfast jobs` waits for an answer of the control plane."
+    )
+    client_call_s: float = _seconds(
+        60.0, "How long the client waits for the answer to one request that is not a poll."
+    )
+    client_connect_s: float = _seconds(10.0, "How long the client tries to connect.")
+    poll_pace_s: float = _seconds(
+        0.2, "How far apart the client's polls are when the server does not hold them."
+    )
+    result_s: float = _seconds(3600.0, "How long the client polls for a result.")
+    warm_up_s: float = _seconds(
+        120.0, "How long a warm-up tries to reach a job's trainer, all probes together."
+    )
+    probe_s: float = _seconds(10.0, "How long one probe of a warm-up may take.")
+    doubt_s: float = _seconds(
+        30.0, "How long a request is sent again after 404s that the control plane contradicts."
+    )
+    control_call_s: float = _seconds(
+        3.0, "How long the client waits for the control plane to tell a job's state."
+    )
+    ending_s: float = _seconds(
+        2.0, "How long a stream of the page, or a warm-up that was interrupted, may take to end."
+    )
+
+    # ---- trainer, rollout
+
     trainer_gap_s: float = _seconds(
         600.0, "How long a missing number holds up later operations before it is given up."
     )
-    member_lease_s: float = _seconds(
-        10.0, "How long a member of a queue keeps what it claimed after its last sign of life."
+    session_silent_s: float = _seconds(
+        300.0, "After how long without a heartbeat a session's models are put aside."
     )
+    disk_room_s: float = _seconds(300.0, "How long a trainer waits for room on a full disk.")
     replica_lease_s: float = _seconds(
         3.0, "How long a replica of a run is asked for groups after its last sign of life."
     )
+    replica_version_s: float = _seconds(
+        30.0, "How long a replica waits for the version that it is asked to sample with."
+    )
+
+    # ---- run, views
+
     orchestrator_lease_s: float = _seconds(
         2.0, "How long an orchestrator's samples wait for it after its last sign of life."
     )
+    ledger_away_s: float = _seconds(
+        60.0, "How long an orchestrator or a trainer tries to reach the ledger before it ends."
+    )
+    claim_s: float = _seconds(
+        60.0, "How long an orchestrator waits for samples before it claims them anew."
+    )
+    session_heartbeat_s: float = _seconds(
+        30.0, "How often an orchestrator tells the trainer that its session lives."
+    )
+    replica_call_s: float = _seconds(
+        120.0, "How long an orchestrator waits for one replica to make a group."
+    )
+    replica_connect_s: float = _seconds(
+        2.0, "How long an orchestrator tries to connect to a replica."
+    )
+    show_s: float = _seconds(
+        0.25, "How often views and waiting commands look for news, and show them."
+    )
+    page_beat_s: float = _seconds(
+        10.0, "How often a page's idle stream shows that it lives; a caller may hang as long."
+    )
+
+    # ---- simulation, chaos, check
 
     @classmethod
     def parse(cls, values: Mapping[str, object]) -> Self:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from holdfast.chaos.commands import chaos
 from holdfast.errors import Mistake
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from patience import HANG_S
 
 COMMAND = [sys.executable, "-c", "from holdfast.chaos.commands import chaos; chaos()"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from holdfast.chaos.line import Line
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from patience import HANG_S
 
 LIMIT_S = HANG_S

@@ -23,7 +23,7 @@ from holdfast.chaos.processes import (
     protected_pids,
 )
 from holdfast.errors import Gone, Mistake
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from patience import HANG_S
 
 LIMIT_S = HANG_S

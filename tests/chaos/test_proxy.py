@@ -15,7 +15,7 @@ import pytest
 from holdfast.chaos.proxy import READ_AHEAD_BYTES, Proxy, ProxyThread
 from holdfast.chaos.stream import Directions, drop_point
 from holdfast.errors import Mistake, Unavailable
-from holdfast.procs import HeldPort, spawn
+from holdfast.proc import HeldPort, spawn
 from patience import HANG_S
 
 LIMIT_S = HANG_S

@@ -11,14 +11,17 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-import aiohttp
+import httpx
 from aiohttp import web
 
 from holdfast import ledger as ledgers
+from holdfast.client import ControlPlane, Target, VerifiedTransport
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.records import Keys
 from holdfast.ledger import Ledger, Put
+from holdfast.retry import Policy
 from jobs.counting_trainer import Counting, Reply, problem, reply
 
 from .lines import hang_up
@@ -79,6 +82,14 @@ class Dumb:
         """The calls of that name that came."""
         return [one for one in self.came if one.name == name]
 
+    def target(self, **more: Any) -> Target:
+        """The job's target behind this gateway."""
+        return Target.of(self.url, api_key=KEY, account=ACCOUNT, job=JOB, **more)
+
+    def plane(self, key: str = KEY, **more: Any) -> ControlPlane:
+        """This gateway as the control plane that is asked about the job."""
+        return ControlPlane(self.url, ACCOUNT, JOB, key, **more)
+
     async def _data(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         body = await request.read()
@@ -134,6 +145,14 @@ class Dumb:
             await hang_up(self.port)
 
 
+def verified(
+    url: str, control: ControlPlane | None, policy: Policy, *, timeout: float = 5.0, **more: Any
+) -> httpx.AsyncClient:
+    """A client whose 404s are doubted, and nothing else between it and a server."""
+    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=policy, **more)
+    return httpx.AsyncClient(transport=transport, base_url=url, timeout=timeout)
+
+
 def incarnation(epoch: int = 1) -> Incarnation:
     """Who the trainer is."""
     return Incarnation(RUN, ACCOUNT, JOB, epoch)
@@ -157,19 +176,13 @@ def over_http(port: int) -> Backend:
 
     async def send(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         kept = {k: v for k, v in headers.items() if k in ("content-type", "accept")}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(
-                method,
-                f"http://127.0.0.1:{port}{path}",
-                headers={**kept, **incarnation().headers()},
-                data=body,
-            ) as response,
-        ):
-            given = tuple((k, v) for k, v in response.headers.items() if k.startswith("x-"))
-            return Reply(
-                response.status, await response.read(), response.content_type, headers=given
-            )
+        kept |= incarnation().headers()
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            url = f"http://127.0.0.1:{port}{path}"
+            said = await client.request(method, url, headers=kept, content=body)
+        given = tuple((k, v) for k, v in said.headers.items() if k.startswith("x-"))
+        kind = said.headers.get("content-type", "application/octet-stream")
+        return Reply(said.status_code, said.content, kind, headers=given)
 
     return send
 

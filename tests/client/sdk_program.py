@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from holdfast.client import Target, fireworks, tinker
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
 from holdfast.retry import Policy
 
 BASE_MODEL = os.environ.get("BASE_MODEL", "holdfast/counting")

@@ -17,14 +17,15 @@ import pytest
 
 from holdfast import client as clients
 from holdfast import events
-from holdfast.client import Client, ControlPlane, Target, VerifiedTransport, native
+from holdfast.client import Client, Target
 from holdfast.client.addresses import proxy_of
-from holdfast.errors import HoldfastError, Mistake, TooLarge
+from holdfast.errors import HoldfastError, Mistake, TimedOut, TooLarge
 from holdfast.retry import Policy
+from holdfast.timeouts import Timeouts
 from jobs.counting_trainer import Reply, problem, reply
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation
+from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation, verified
 from .lines import listening
 from .test_sdks import PYTHON, Library, library, process, there
 
@@ -41,8 +42,7 @@ async def dumb() -> AsyncIterator[Dumb]:
 
 @pytest.fixture
 async def client(dumb: Dumb) -> AsyncIterator[Client]:
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB, policy=QUICK)
-    async with Client(target) as made:
+    async with Client(dumb.target(policy=QUICK)) as made:
         yield made
 
 
@@ -85,7 +85,7 @@ async def test_a_redirect_to_tls_is_verified(tmp_path: Path, dumb: Dumb) -> None
     """From http:// to https://, as load balancers do: the certificate is looked at."""
     async with stranger(tmp_path) as (url, heads):
         dumb.play("optim_step", Reply(307, b"", headers=(("location", f"{url}/api/v1/x"),)))
-        target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
+        target = dumb.target()
         made = httpx.AsyncClient(transport=target.transport(), follow_redirects=True)
         async with made as http:
             with pytest.raises(httpx.ConnectError):
@@ -143,11 +143,8 @@ async def test_many_in_doubt_share_a_question(dumb: Dumb) -> None:
     """A route is lost under 100 polls: one answer of the control plane is enough for many."""
     many = 100
     dumb.play("retrieve_future", *[LOST] * many)
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=30)
     policy = Policy(attempts=5, base_s=0.3, max_s=0.3, jitter=0.0, deadline_s=60.0)
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=policy)
-    made = httpx.AsyncClient(transport=transport, base_url=dumb.data, timeout=60)
-    async with made as http:
+    async with verified(dumb.data, dumb.plane(timeout_s=30), policy, timeout=60) as http:
         ask = {"request_id": "m:create"}
         polls = [http.post("/api/v1/retrieve_future", json=ask) for _ in range(many)]
         statuses = {response.status_code for response in await asyncio.gather(*polls)}
@@ -165,7 +162,7 @@ async def test_an_answer_is_newer_than_the_doubt(dumb: Dumb) -> None:
         return reply(200, {"state": f"JOB_STATE_{state}"})
 
     dumb.control = held
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=20)
+    control = dumb.plane(timeout_s=20)
     async with asyncio.timeout(HANG_S):
         first = asyncio.create_task(control.state())
         while dumb.asked < 1:
@@ -183,7 +180,7 @@ async def test_an_answer_is_newer_than_the_doubt(dumb: Dumb) -> None:
 
 async def test_a_question_that_nobody_wants_answered_ends(dumb: Dumb) -> None:
     """All who asked have gone: so has the question, and the next one is a new one."""
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY)
+    control = dumb.plane()
     asking = asyncio.create_task(control.state())
     await asyncio.sleep(0)
     asking.cancel()
@@ -195,7 +192,7 @@ async def test_a_question_that_nobody_wants_answered_ends(dumb: Dumb) -> None:
 
 async def test_a_busy_loop_is_no_silence(dumb: Dumb) -> None:
     """The control plane's time does not pass while our own loop has other things to do."""
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=2.5)
+    control = dumb.plane(timeout_s=2.5)
 
     async def hog() -> None:
         while True:
@@ -215,9 +212,7 @@ async def test_a_404_that_is_deeply_nested_is_a_404(dumb: Dumb) -> None:
     """What a 404 says may be anything."""
     dumb.state = "JOB_STATE_DELETED"
     dumb.play("optim_step", Reply(404, b"[" * 100_000))
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY)
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
-    async with httpx.AsyncClient(transport=transport, base_url=dumb.data) as http:
+    async with verified(dumb.data, dumb.plane(), QUICK) as http:
         response = await http.post("/api/v1/optim_step", content=operation(1))
     assert response.status_code == 404
 
@@ -227,16 +222,14 @@ async def test_a_404_that_grows_when_unpacked_is_bounded(dumb: Dumb) -> None:
     bomb = gzip.compress(bytes(128 << 20))
     dumb.state = "JOB_STATE_DELETED"
     dumb.play("optim_step", Reply(404, bomb, headers=(("content-encoding", "gzip"),)))
-    control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY)
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
-    request = httpx.Request("POST", f"{dumb.data}/api/v1/optim_step", content=operation(1))
-    tracemalloc.start()
-    try:
-        response = await transport.handle_async_request(request)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        await transport.aclose()
+    async with verified(dumb.data, dumb.plane(), QUICK) as http:
+        request = http.build_request("POST", "/api/v1/optim_step", content=operation(1))
+        tracemalloc.start()
+        try:
+            response = await http.send(request, stream=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
     assert response.status_code == 404
     assert peak < 32 << 20
 
@@ -269,8 +262,9 @@ def test_a_proxy_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         Reply(200, b"<html>back soon</html>", "text/html"),
         Reply(200, b""),
         Reply(200, b"", "application/octet-stream"),
+        Reply(200, b"garbage", headers=(("content-encoding", "gzip"),)),
     ],
-    ids=["html", "empty", "nothing"],
+    ids=["html", "empty", "nothing", "garbled"],
 )
 async def test_a_page_is_not_a_result(client: Client, dumb: Dumb, odd: Reply) -> None:
     """An answer that no trainer gives is not handed over as the result of an operation."""
@@ -293,7 +287,7 @@ async def test_content_types_have_no_case(client: Client, dumb: Dumb) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_result_has_a_size(dumb: Dumb, packed: bool) -> None:
     """More than was said is not kept in memory, packed or not, and not asked for again."""
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB, policy=QUICK)
+    target = dumb.target(policy=QUICK)
     body = b'{"x":"' + b"x" * 100_000 + b'"}'
     headers = (("content-encoding", "gzip"),) if packed else ()
     answer = Reply(200, gzip.compress(body) if packed else body, headers=headers)
@@ -333,14 +327,6 @@ async def test_info_is_asked_for_again(client: Client, dumb: Dumb) -> None:
     assert await client.info("m") == {"model_id": "m"}
 
 
-async def test_an_answer_that_cannot_be_unpacked(client: Client, dumb: Dumb) -> None:
-    """Errors are of our one tree, whatever came."""
-    odd = Reply(200, b"garbage", headers=(("content-encoding", "gzip"),))
-    dumb.play("retrieve_future", *[odd] * 9)
-    with pytest.raises(HoldfastError):
-        await client.future("m:1").result(timeout_s=0.5)
-
-
 async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: Dumb) -> None:
     """`timeout_s` bounds the waiting, also while the server holds the poll."""
 
@@ -356,10 +342,9 @@ async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: 
 
 
 @pytest.mark.parametrize("call", ["submit", "result"])
-async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_trickles_ends(call: str) -> None:
     """A byte every now and then does not keep a call going beyond its deadline."""
-    short = Policy(attempts=9, base_s=0.1, max_s=0.2, deadline_s=0.5)
-    monkeypatch.setattr(native, "SUBMIT", short)
+    short = Timeouts(sdk_submit_s=0.5)
 
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
@@ -371,9 +356,10 @@ async def test_an_answer_that_trickles_ends(call: str, monkeypatch: pytest.Monke
                 await asyncio.sleep(0.1)
 
     begun = time.monotonic()
-    async with listening(trickle) as port, Client(Target.of(f"http://127.0.0.1:{port}")) as client:
-        with contextlib.suppress(HoldfastError, TimeoutError):
-            async with asyncio.timeout(HANG_S):
+    async with listening(trickle) as port:
+        target = Target.of(f"http://127.0.0.1:{port}", timeouts=short)
+        async with asyncio.timeout(HANG_S), Client(target) as client:
+            with pytest.raises(TimedOut):
                 if call == "submit":
                     await client.submit("optim_step", "m", 1, {})
                 else:
@@ -388,18 +374,16 @@ async def test_a_page_does_not_make_a_route_ready(dumb: Dumb) -> None:
         return Reply(200, b"<html>welcome</html>", "text/html")
 
     dumb.backend = page
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
     with pytest.raises(HoldfastError):
-        await target.warm_up(limit_s=1).run()
+        await dumb.target().warm_up(limit_s=1).run()
 
 
 async def test_a_slow_probe_is_tried_again(dumb: Dumb) -> None:
     """A probe that takes too long is not the end; how long that is, is said."""
     dumb.play("get_server_capabilities", reply(200, {}))
     dumb.hold_s["get_server_capabilities"] = 20.0
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
     seen: list[events.Event] = []
-    await target.warm_up(limit_s=15, probe_s=0.5, emit=seen.append).run()
+    await dumb.target().warm_up(limit_s=15, probe_s=0.5, emit=seen.append).run()
     outcomes = [(one.code, one.outcome) for one in seen if isinstance(one, clients.Probed)]
     assert outcomes == [("timeout", "again"), *[("", "ok")] * 3]
 
@@ -408,8 +392,7 @@ async def test_a_warm_up_goes_on_for_as_long_as_was_said(dumb: Dumb) -> None:
     """`limit_s` is the limit, not the deadline of the backoff between the probes."""
     dumb.play("get_server_capabilities", *[LOST] * 10)
     backoff = Policy(attempts=99, base_s=0.1, factor=1.0, max_s=0.1, deadline_s=0.3)
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
-    await target.warm_up(limit_s=15, backoff=backoff).run()
+    await dumb.target().warm_up(limit_s=15, backoff=backoff).run()
 
 
 # ---- connections ---------------------------------------------------------------
@@ -427,7 +410,7 @@ async def test_requests_under_way_outlive_a_renewal(dumb: Dumb) -> None:
 
     dumb.backend = held
     dumb.play("optim_step", Reply(200, b"{}"), Reply(400, b""))
-    target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB)
+    target = dumb.target()
     made = httpx.AsyncClient(transport=target.transport(), base_url=dumb.data)
     async with asyncio.timeout(HANG_S), made as http:
         slow = asyncio.create_task(http.post("/api/v1/forward"))

@@ -28,10 +28,12 @@ STEP: dict[str, Any] = {"type": "optim_step", "adam_params": {"learning_rate": 1
 async def connected(
     **how: float,
 ) -> AsyncIterator[tuple[Client, Dumb, Ledger, Counting]]:
-    async with counting(**how) as (trainer, ledger), Dumb(trainer.answer).serve() as dumb:
-        target = Target.of(dumb.url, api_key=KEY, account=ACCOUNT, job=JOB, policy=QUICK)
-        async with Client(target) as client:
-            yield client, dumb, ledger, trainer
+    async with (
+        counting(**how) as (trainer, ledger),
+        Dumb(trainer.answer).serve() as dumb,
+        Client(dumb.target(policy=QUICK)) as client,
+    ):
+        yield client, dumb, ledger, trainer
 
 
 async def model(client: Client) -> str:

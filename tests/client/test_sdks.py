@@ -20,7 +20,7 @@ import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
-from holdfast.procs import Child, HeldPort, spawn
+from holdfast.proc import Child, HeldPort, spawn
 from jobs import counts
 from jobs.counting_trainer import reply
 from patience import HANG_S

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.client import POLICY, ControlPlane, Doubted, VerifiedTransport
+from holdfast.client import POLICY, ControlPlane, Doubted
 from holdfast.client.meaning import AGAIN, next_step
 from holdfast.events import Counters, Event, EventLog, read
 from holdfast.ledger import Ledger, Put
@@ -22,7 +22,7 @@ from jobs.counting_trainer import Reply, problem, reply
 from jobs.counts import assert_exactly_once
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, RUN, Dumb, counting, operation
+from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, RUN, Dumb, counting, operation, verified
 from .lines import listening
 
 QUICK = Policy(attempts=999, base_s=0.02, factor=1.5, max_s=0.1, jitter=0.25, deadline_s=3.0)
@@ -56,24 +56,15 @@ async def bench() -> AsyncIterator[Bench]:
     async with counting(delay_s=0.0) as (trainer, ledger), Dumb(trainer.answer).serve() as dumb:
         await ledger.txn((), [Put(trainer._keys.model("m"), b"0")])
         seen: list[Event] = []
-        control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY, timeout_s=0.5)
-        transport = VerifiedTransport(
-            httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
-        )
-        async with httpx.AsyncClient(transport=transport, base_url=dumb.data) as http:
+        plane = dumb.plane(timeout_s=0.5)
+        async with verified(dumb.data, plane, QUICK, emit=seen.append) as http:
             yield Bench(dumb, ledger, http, seen)
 
 
-@contextlib.asynccontextmanager
-async def within(bench: Bench, limit_s: float) -> AsyncIterator[httpx.AsyncClient]:
+def within(bench: Bench, limit_s: float) -> httpx.AsyncClient:
     """Another client, which doubts for so long only."""
-    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, KEY)
     short = Policy(attempts=999, base_s=0.01, max_s=0.02, deadline_s=limit_s)
-    transport = VerifiedTransport(
-        httpx.AsyncHTTPTransport(), control, policy=short, emit=bench.events.append
-    )
-    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
-        yield http
+    return verified(bench.dumb.data, bench.dumb.plane(), short, emit=bench.events.append)
 
 
 async def test_without_a_404_nobody_is_asked(bench: Bench) -> None:
@@ -163,28 +154,20 @@ async def test_without_a_word_of_the_control_plane_it_fails_at_once(
     assert bench.doubted[0].step == "raise"
 
 
-async def test_a_control_plane_that_is_not_there_is_no_answer(bench: Bench) -> None:
-    """Nobody listens where the control plane should be: the original 404, at once."""
-    control = ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY, timeout_s=0.5)
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
+@pytest.mark.parametrize("why", ["not there", "another's", "none"])
+async def test_who_does_not_say_running_is_no_answer(bench: Bench, why: str) -> None:
+    """Nobody listens where the control plane should be, it refuses our key, or there is none:
+    the original 404, at once. The key is in no event."""
+    control = {
+        "not there": ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY, timeout_s=0.5),
+        "another's": bench.dumb.plane("another-key"),
+        "none": None,
+    }[why]
     bench.dumb.play("optim_step", LOST, LOST)
-    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+    async with verified(bench.dumb.data, control, QUICK, emit=bench.events.append) as http:
         response = await http.post("/api/v1/optim_step", content=operation(1))
     assert (response.status_code, len(bench.dumb.came)) == (404, 1)
-
-
-async def test_a_wrong_key_is_no_answer(bench: Bench) -> None:
-    """The control plane refuses us: it has not said RUNNING. The key is in no event."""
-    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, "another-key")
-    seen: list[Event] = []
-    transport = VerifiedTransport(
-        httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
-    )
-    bench.dumb.play("optim_step", LOST, LOST)
-    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
-        response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
-    assert "another-key" not in repr(seen) + repr(control)
+    assert "another-key" not in repr(bench.events) + repr(control)
 
 
 async def test_a_404_that_stays_is_raised_in_the_end(bench: Bench) -> None:
@@ -376,32 +359,22 @@ async def test_an_endless_404_ends(bench: Bench) -> None:
                 await writer.drain()
 
     bench.dumb.state = "JOB_STATE_DELETED"
-    control = ControlPlane(bench.dumb.url, ACCOUNT, JOB, KEY)
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), control, policy=QUICK)
-    async with listening(endless) as port, asyncio.timeout(HANG_S):
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(transport=transport, base_url=url) as http:
-            response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert (response.status_code, len(response.content)) == (404, 1 << 20)
-
-
-async def test_without_a_control_plane_a_404_is_a_404(bench: Bench) -> None:
-    """Nobody to ask: nothing is ever sent again."""
-    transport = VerifiedTransport(httpx.AsyncHTTPTransport(), None, policy=QUICK)
-    bench.dumb.play("optim_step", LOST)
-    async with httpx.AsyncClient(transport=transport, base_url=bench.dumb.data) as http:
+    plane = bench.dumb.plane()
+    async with (
+        asyncio.timeout(HANG_S),
+        listening(endless) as port,
+        verified(f"http://127.0.0.1:{port}", plane, QUICK) as http,
+    ):
         response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
+    assert (response.status_code, len(response.content)) == (404, 1 << 20)
 
 
 async def test_a_broken_connection_is_not_a_404() -> None:
     """A refused connection is raised as it is: the client above knows what to do with it."""
-    control = ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY)
+    nowhere = "http://127.0.0.1:9"
+    control = ControlPlane(nowhere, ACCOUNT, JOB, KEY)
     seen: list[Event] = []
-    transport = VerifiedTransport(
-        httpx.AsyncHTTPTransport(), control, policy=QUICK, emit=seen.append
-    )
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as http:
+    async with verified(nowhere, control, QUICK, emit=seen.append) as http:
         with pytest.raises(httpx.ConnectError):
             await http.post("/api/v1/optim_step", content=operation(1))
     assert not seen

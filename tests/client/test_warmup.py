@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from holdfast.client import ControlPlane, Probed, Ready, WarmUp
+from holdfast.client import Probed, Ready, WarmUp
 from holdfast.errors import Denied, Gone, HoldfastError, NotFound, TimedOut, Unavailable
 from holdfast.events import Event
 from holdfast.retry import Policy
 from jobs.counting_trainer import Counting, Reply, problem, reply
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, Dumb, counting
+from .dumb import KEY, LOST, NOT_READY, Dumb, counting
 
 QUICK = Policy(attempts=1000, base_s=0.01, max_s=0.05, jitter=0.0, deadline_s=10.0)
 CAPABILITIES = "get_server_capabilities"
@@ -167,7 +167,7 @@ async def test_a_job_that_is_gone_is_not_waited_for(state: str) -> None:
     async with gateway() as (dumb, _, seen):
         dumb.state = f"JOB_STATE_{state}" if state else ""
         dumb.play(CAPABILITIES, *[LOST] * 1000)
-        control = ControlPlane(dumb.url, ACCOUNT, JOB, KEY)
+        control = dumb.plane()
         with pytest.raises(Gone, match=f"acme/one is {state or 'NOT_FOUND'}"):
             await warm_up(dumb, seen, control=control).run()
         assert len(dumb.came) == 1
@@ -180,6 +180,6 @@ async def test_a_job_that_is_on_its_way_is(state: str) -> None:
         dumb.state = f"JOB_STATE_{state}"
         dumb.play(CAPABILITIES, LOST, LOST)
         key = "wrong" if state == "broken" else KEY
-        control = ControlPlane(dumb.url, ACCOUNT, JOB, key)
+        control = dumb.plane(key)
         await warm_up(dumb, seen, control=control).run()
         assert isinstance(seen[-1], Ready)

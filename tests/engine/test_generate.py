@@ -14,7 +14,7 @@ from holdfast.engine.determinism import settle
 from holdfast.engine.generate import ABSENT, Continuation, Generation, Settings, generate
 from holdfast.engine.scoring import token_logprobs
 from holdfast.errors import Mistake
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 
 SRC = str(Path(holdfast.__file__).parents[1])
 PROMPT = [20, 30, 40, 50, 60]

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.engine.base import Base
 from holdfast.engine.tiny import BOS, CHARACTERS, EOS, PAD, SPECIALS, UNKNOWN, make_tiny
 from holdfast.errors import Denied, Exists, Mistake
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from patience import HANG_S
 
 SRC = str(Path(holdfast.__file__).parents[1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from holdfast import procs
+from holdfast import proc
 from patience import HANG_S
 
 TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
@@ -37,7 +37,7 @@ class Answer:
 class Service:
     """One `holdfast serve`."""
 
-    def __init__(self, child: procs.Child, folder: Path) -> None:
+    def __init__(self, child: proc.Child, folder: Path) -> None:
         self.child, self.folder = child, folder
         self.port, self.url, self.key = 0, "", ""
         self.account = "local"
@@ -115,17 +115,28 @@ def wait_for(ready: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> 
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, *flags: str, ledger: str | None = None, trainer: str = TOY
+    folder: Path,
+    *flags: str,
+    ledger: str | None = None,
+    trainer: str = TOY,
+    lag_s: float = 0.0,
+    naive: bool = False,
 ) -> Iterator[Service]:
-    """A service in a folder; when it is left, everything of it is killed."""
+    """A service in a folder; when it is left, everything of it is killed.
+
+    With `lag_s` its gateways hear of changes up to so much later (see `stale`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     url = ledger or f"sqlite:///{folder}/ledger.db"
     argv = [
-        *(sys.executable, "-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder)),
-        *("--port", "0", "--trainer", trainer, *flags),
+        *(sys.executable, "-m", "gateway.stale" if lag_s else "holdfast", "serve"),
+        *("--ledger", url, "--folder", str(folder), "--port", "0", "--trainer", trainer, *flags),
     ]
     env = {"XDG_STATE_HOME": str(folder / "state")}
-    with procs.spawn(argv, env=env, log=folder / "serve.log") as child:
+    if lag_s:
+        env |= {"PYTHONPATH": str(Path(__file__).parents[1]), "STALE_LAG_S": str(lag_s)}
+        env |= {"STALE_NAIVE": "1"} if naive else {}
+    with proc.spawn(argv, env=env, log=folder / "serve.log") as child:
         service = Service(child, folder)
         child.wait_until(service.is_ready, LIMIT_S)
         yield service

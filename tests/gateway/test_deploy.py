@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.service import Service, serve, wait_for
-from holdfast.procs import HeldPort, spawn
+from holdfast.proc import HeldPort, spawn
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 pytestmark = [pytest.mark.long]

@@ -19,23 +19,26 @@ import psutil
 import pytest
 
 from gateway.service import TOY, serve, wait_for
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.errors import Mistake, Retriable
-from holdfast.gateway.desk import Desk, Patience
+from holdfast.gateway.desk import Desk
 from holdfast.gateway.front import Front
 from holdfast.gateway.http import Server
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.routes import Routes
-from holdfast.gateway.serve import Part, reserve
+from holdfast.gateway.serve import Part
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
+from holdfast.proc import child as child_module
+from holdfast.proc.ports import reserve
+from holdfast.timeouts import Timeouts
 
 
 @contextlib.contextmanager
-def started(folder: Path, port: int, *flags: str, url: str | None = None) -> Iterator[procs.Child]:
+def started(folder: Path, port: int, *flags: str, url: str | None = None) -> Iterator[proc.Child]:
     """`holdfast serve`, not waited for."""
     folder.mkdir(parents=True, exist_ok=True)
     argv = [
@@ -43,7 +46,7 @@ def started(folder: Path, port: int, *flags: str, url: str | None = None) -> Ite
         *("--ledger", url or f"sqlite:///{folder}/ledger.db", "--trainer", TOY, *flags),
     ]
     env = {"XDG_STATE_HOME": str(folder / "state")}
-    with procs.spawn(argv, env=env, log=folder / "serve.log") as child:
+    with proc.spawn(argv, env=env, log=folder / "serve.log") as child:
         yield child
 
 
@@ -112,7 +115,7 @@ def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append(address)
             super().bind(address)
 
-    monkeypatch.setattr("holdfast.gateway.serve.socket.socket", Watched)
+    monkeypatch.setattr("holdfast.proc.ports.socket.socket", Watched)
     with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
         assert asked == [("127.0.0.1", 0)]
         port = reserved.getsockname()[1]
@@ -162,7 +165,7 @@ def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
 
 def test_the_log_of_a_part_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor looks after that while it runs."""
-    monkeypatch.setattr(procs, "LOG_BYTES", 128 << 10)
+    monkeypatch.setattr(child_module, "LOG_BYTES", 128 << 10)
     log = tmp_path / "g.log"
     log.write_bytes(b"x" * (1 << 20))
     settings = GatewaySettings(
@@ -197,7 +200,7 @@ async def test_the_default_job_is_not_missing_because_a_watch_lags(tmp_path: Pat
         key, _ = await book.add_key("bob")
         guests, routes = Guests(runtime, "r", time.time), Routes(jobs)
         await guests._look()  # all it has heard until now
-        desk = Desk(runtime, routes, Patience(0.5, 0.5))
+        desk = Desk(runtime, routes, Timeouts(submit_wait_s=0.5, poll_hold_s=0.5))
 
         async def announce(account: str, job: str) -> None:
             await book.set_default(account, job)

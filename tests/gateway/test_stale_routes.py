@@ -20,7 +20,7 @@ from typing import IO, Any
 import pytest
 
 from gateway.service import LIMIT_S, Service, serve, wait_for
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from jobs import counts
 from trainer import journaled
 
@@ -31,7 +31,7 @@ OWN = "holdfast"
 """Holdfast's own trainer."""
 BASES = {TRAINER: "holdfast/counting", OWN: "holdfast/tiny"}
 WORDS = {TRAINER: "counting_trainer.py", OWN: "holdfast.trainer"}
-FLAGS = ("--account", "acme", "--gateways", "3", "--lag", "10", "--lease", "2")
+FLAGS = ("--account", "acme", "--gateways", "3", "--lease", "2")
 
 
 class Library:
@@ -83,7 +83,10 @@ def test_no_spurious_not_found_behind_stale_routes(
     name: str, trainer: str, tmp_path: Path
 ) -> None:
     """From RUNNING over two moves to the delete; the library is not wrapped."""
-    with serve(tmp_path, *FLAGS, trainer=trainer) as service, library(name, trainer) as client:
+    with (
+        serve(tmp_path, *FLAGS, trainer=trainer, lag_s=10.0) as service,
+        library(name, trainer) as client,
+    ):
         service.account = "acme"
         service.create("one")
         # At once: the trainer is not even started.
@@ -131,8 +134,11 @@ def test_no_spurious_not_found_behind_stale_routes(
 def test_a_naive_gateway_and_what_the_client_makes_of_it(name: str, tmp_path: Path) -> None:
     """A gateway that believes its stale table says 404 for a RUNNING trainer: the bare library
     gives up, the wrapped one warms up, asks the control plane, and does every step once."""
-    flags = ("--account", "acme", "--gateways", "2", "--naive", "--lag", "6")
-    with serve(tmp_path, *flags, trainer=TRAINER) as service, library(name) as client:
+    flags = ("--account", "acme", "--gateways", "2")
+    with (
+        serve(tmp_path, *flags, trainer=TRAINER, lag_s=6.0, naive=True) as service,
+        library(name) as client,
+    ):
         service.account = "acme"
         service.create("one")
         service.wait("one")

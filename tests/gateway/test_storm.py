@@ -20,7 +20,7 @@ from holdfast.servers import EtcdServer
 from jobs import counts
 from trainer import journaled
 
-KINDS = ("gateway.process", "host_process")
+KINDS = ("gateway", "host_process")
 STEP = {"type": "optim_step", "adam_params": {"learning_rate": 1e-3}}
 
 
@@ -84,11 +84,11 @@ async def _through(
 ) -> None:
     jobs = ["one", "two"]
     flags = (
-        *("--account", "acme", "--gateways", "2", "--lease", "2", "--lag", "1"),
+        *("--account", "acme", "--gateways", "2", "--lease", "2"),
         *("--max-restarts", "1000"),
     )
     read: Callable[..., Any] = counts.read if trainer == TRAINER else journaled.read
-    with serve(tmp_path, *flags, ledger=ledger, trainer=trainer) as service:
+    with serve(tmp_path, *flags, ledger=ledger, trainer=trainer, lag_s=1.0) as service:
         service.account = "acme"
         for job in jobs:
             service.create(job)

@@ -33,7 +33,7 @@ from holdfast import ledger as ledgers
 from holdfast.errors import UnknownOutcome
 from holdfast.jobs.fence import Fence, Incarnation
 from holdfast.ledger import Get, Ledger, Put, absent, join, value_is
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
 
 PROTOBUF = "application/x-protobuf"
 MODEL = "holdfast/counting"

@@ -193,6 +193,7 @@ class Slow:
 
     def __init__(self, opened: Ledger) -> None:
         self._opened = opened
+        self.timeouts = opened.timeouts
         self.hold_at = self.calls = 0
         self.held, self.go = asyncio.Event(), asyncio.Event()
 

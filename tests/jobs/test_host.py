@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.jobs import decide
 from holdfast.jobs.host import Host
 from holdfast.jobs.host_process import HostSettings, _is_dead, _me
@@ -24,7 +24,9 @@ from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import SETTINGS
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Delete, LiveRuntime
+from holdfast.proc import child as child_module
 from holdfast.servers import EtcdServer
+from holdfast.timeouts import Timeouts
 from patience import HANG_S
 
 TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
@@ -40,7 +42,8 @@ async def host(
     launcher = LocalLauncher({"default": TOY}, tmp_path, url, start_s=start_s)
     async with ledger.open(url) as opened:
         own = Jobs(LiveRuntime(opened), "r", time.time)
-        it = Host(own, launcher, name, lease_s=lease_s, grace_s=2.0, budget=BUDGET)
+        times = Timeouts(host_lease_s=lease_s)
+        it = Host(own, launcher, name, timeouts=times, grace_s=2.0, budget=BUDGET)
         task = asyncio.create_task(it.run())
         try:
             yield it
@@ -195,7 +198,8 @@ async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
         launcher = LocalLauncher({"default": TOY}, tmp_path, url)
         async with ledger.open(url) as opened:
             own = Jobs(LiveRuntime(opened), "r", time.time)
-            it = Host(own, launcher, "h", lease_s=2.0, grace_s=1.0, adrift_s=2.0)
+            times = Timeouts(host_lease_s=2.0, host_adrift_s=2.0)
+            it = Host(own, launcher, "h", timeouts=times, grace_s=1.0)
             task = asyncio.create_task(it.run())
             await own.create("a", "j", {})
             await until(own, is_running)
@@ -262,8 +266,8 @@ async def test_what_trainers_write_is_bounded(
 ) -> None:
     """While one runs, and over its epochs: of a job that is started again and again the newest
     logs are kept."""
-    monkeypatch.setattr(procs, "LOG_BYTES", 128 << 10)
-    monkeypatch.setattr(procs, "TRIM_S", 0.02)
+    monkeypatch.setattr(child_module, "LOG_BYTES", 128 << 10)
+    monkeypatch.setattr(child_module, "TRIM_S", 0.02)
     code = "import time\nfor _ in range(60_000): print('x' * 31)\ntime.sleep(600)"
     command = shlex.join([sys.executable, "-u", "-c", code])
     launcher = LocalLauncher({"default": command}, tmp_path, "memory:")
@@ -280,7 +284,7 @@ async def test_what_trainers_write_is_bounded(
     assert log.with_name("epoch-2.log").exists()
 
 
-def host_process(tmp_path: Path) -> procs.Child:
+def host_process(tmp_path: Path) -> proc.Child:
     """A host as `holdfast serve` starts it, with a lease that lasts longer than any test."""
     settings = HostSettings(
         run="r",
@@ -292,7 +296,7 @@ def host_process(tmp_path: Path) -> procs.Child:
     )
     env = {SETTINGS: msgspec.json.encode(settings).decode()}
     argv = [sys.executable, "-m", "holdfast.jobs.host_process"]
-    return procs.spawn(argv, env=env, log=tmp_path / "host.log")
+    return proc.spawn(argv, env=env, log=tmp_path / "host.log")
 
 
 async def test_a_host_that_was_killed_does_not_wait_for_its_old_lease(

@@ -27,6 +27,7 @@ from holdfast.jobs.note import Note, find_service, leave_note
 from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Lease, Ledger, LiveRuntime, Put, Range, Txn
+from holdfast.timeouts import Timeouts
 from jobs.test_host import BUDGET, TOY, is_running, line_of, trainers, until
 from patience import HANG_S
 
@@ -69,7 +70,8 @@ async def host(
     launcher = LocalLauncher({"default": TOY}, tmp_path, url, allow_commands=True)
     async with ledger.open(url) as opened:
         own = kind(LiveRuntime(through(opened) if through else opened), "r", time.time)
-        it = Host(own, launcher, name, lease_s=2.0, grace_s=4.0, adrift_s=adrift_s, budget=BUDGET)
+        times = Timeouts(host_lease_s=2.0, host_adrift_s=adrift_s)
+        it = Host(own, launcher, name, timeouts=times, grace_s=4.0, budget=BUDGET)
         task = asyncio.create_task(it.run())
         try:
             yield it

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger.types import Entry
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
@@ -49,7 +49,7 @@ def descendants(pid: int) -> list[int]:
 class Agent:
     """One node's agent."""
 
-    def __init__(self, child: procs.Child, name: str, log: Path) -> None:
+    def __init__(self, child: proc.Child, name: str, log: Path) -> None:
         self.child, self.name, self.log = child, name, log
 
     @property
@@ -137,7 +137,7 @@ class Cluster:
         argv += [*self.flags, *flags, *program]
         log = self.folder / f"{name}.{len(self.all)}.log"
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-        agent = Agent(procs.spawn(argv, name=name, log=log, env=env), name, log)
+        agent = Agent(proc.spawn(argv, name=name, log=log, env=env), name, log)
         self.agents[name] = agent
         self.all.append(agent)
         return agent

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import pytest
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import MissingPackage
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.servers import HOST, find_program
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -50,7 +50,7 @@ class Slurm:
         self._socket = folder / "munge.sock"
         self._children = contextlib.ExitStack()
         self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
-        self.nodes: dict[str, procs.Child] = {}
+        self.nodes: dict[str, proc.Child] = {}
 
     def __enter__(self) -> Self:
         self._configure()
@@ -86,11 +86,11 @@ class Slurm:
         assert not check or done.returncode == 0, f"{argv} → {done.returncode}\n{done.stdout}"
         return done.stdout
 
-    def start(self, *argv: str, log: Path, env: Mapping[str, str] | None = None) -> procs.Child:
+    def start(self, *argv: str, log: Path, env: Mapping[str, str] | None = None) -> proc.Child:
         """Start a command, such as srun, that goes on for a while."""
         return self._children.enter_context(
             # srun has a helper that would look for a dead controller for a minute.
-            procs.spawn([*self._alone(), *argv], log=log, env={**self.env, **(env or {})})
+            proc.spawn([*self._alone(), *argv], log=log, env={**self.env, **(env or {})})
         )
 
     def job(self, name: str) -> str:
@@ -123,10 +123,10 @@ class Slurm:
 
     # ---- daemons ---------------------------------------------------------------------
 
-    def _start(self, name: str, *argv: str) -> procs.Child:
+    def _start(self, name: str, *argv: str) -> proc.Child:
         log = self.folder / f"{name}.log"
         return self._children.enter_context(
-            procs.spawn(argv, name=name, log=log, env=self.env, package=PACKAGES)
+            proc.spawn(argv, name=name, log=log, env=self.env, package=PACKAGES)
         )
 
     def _munged(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Self
 import pytest
 
 from holdfast import ledger
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.rendezvous.records import Keys
 from holdfast.servers import EtcdServer
 from rendezvous.torchrun.cluster import Cluster as TorchrunCluster

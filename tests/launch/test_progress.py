@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import progress
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from launch.node import until
 from patience import HANG_S
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger.records import decode
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.rendezvous.records import Keys, Node
 from holdfast.servers import find_program
 from patience import HANG_S
@@ -195,7 +195,7 @@ def test_daemons_die_with_the_test(tmp_path: Path) -> None:
     )
     log = tmp_path / "test.log"
     argv = [sys.executable, "-c", program, str(tmp_path)]
-    with procs.spawn(argv, log=log, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}) as child:
+    with proc.spawn(argv, log=log, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}) as child:
         child.wait_until(lambda: "up" in log.read_text(), 60)
         child.process.kill()
     gone = Cluster(tmp_path, "", nnodes="1")

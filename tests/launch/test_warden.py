@@ -17,7 +17,7 @@ import pytest
 from holdfast.errors import Mistake, Unavailable
 from holdfast.launch import warden_process
 from holdfast.launch.warden import Warden, boottime_s
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from launch import node
 from launch.node import alive, auntil, make_spec, numbers, script, started, state, until
 from patience import HANG_S

@@ -1,6 +1,9 @@
 """One process of a concurrent history: works on a shared ledger and records what it did.
 
-    history_worker.py URL ROOT NAME SEED COUNT FILE single|transfers
+    history_worker.py URL ROOT NAME SEED COUNT FILE single|transfers [killed]
+
+One that is to be `killed` does not end by itself: the test decides when it dies, however quick
+it was.
 
 Each operation is recorded before it is sent, as one with an unknown outcome, and again
 when its answer is there; so the record is right wherever the process is killed. `merge`
@@ -10,6 +13,7 @@ puts the records of all processes together.
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -159,5 +163,7 @@ async def work(
 
 
 if __name__ == "__main__":
-    url, root, name, seed, count, path, kind = sys.argv[1:]
+    url, root, name, seed, count, path, kind = sys.argv[1:8]
     asyncio.run(work(url, root, name, int(seed), int(count), Path(path), kind))
+    if sys.argv[8:] == ["killed"]:
+        signal.pause()

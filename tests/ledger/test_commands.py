@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger import Put, open_sync
 from patience import HANG_S
 
@@ -55,7 +55,7 @@ def test_complaints_are_one_line_with_a_meaningful_code(url: str, tmp_path: Path
     assert "is not a ledger URL" in _run("ledger", "ls", "nonsense", code=2)
     (tmp_path / "junk").write_bytes(b"junk" * 1000)
     assert "not a Holdfast ledger" in _run("ledger", "ls", f"sqlite:///{tmp_path}/junk", code=6)
-    with procs.HeldPort() as nobody:
+    with proc.HeldPort() as nobody:
         away = f"etcd://127.0.0.1:{nobody}?timeout=1"
         assert str(nobody) in _run("ledger", "ls", away, code=3)
 
@@ -64,7 +64,7 @@ def test_watch_follows_another_process(url: str, tmp_path: Path) -> None:
     """One shell watches, another writes: the audit record and then the write itself."""
     log = tmp_path / "watch.log"
     watch = [*HOLDFAST, "ledger", "watch", url, "--json", "--count", "2"]
-    with procs.spawn(watch, log=log) as child:
+    with proc.spawn(watch, log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         _run("ledger", "put", url, "/runs/c", "hello", "--reason", "a test")
         assert child.process.wait(HANG_S) == 0
@@ -250,17 +250,8 @@ def test_help_and_version() -> None:
 
 @pytest.mark.long
 def test_sim_command() -> None:
-    """Sound: exit 0. Broken: exit 1, a story, and a seed that replays it."""
+    """Exit 0 for what holds, 2 for what is not there (what breaks: tests/sim/test_broken.py)."""
     assert "election: ok: 20 schedules" in _run("sim", "election", "--seeds", "20")
-    result = subprocess.run(
-        [*HOLDFAST, "sim", "election-broken", "--seeds", "1000"], capture_output=True, text=True
-    )
-    assert result.returncode == 1
-    assert "BROKEN" in result.stdout
-    replay = result.stdout.splitlines()[-1].removeprefix("Replay it: holdfast ").split()
-    again = subprocess.run([*HOLDFAST, *replay], capture_output=True, text=True)
-    assert again.returncode == 1
-    assert again.stdout.splitlines()[-2] in result.stdout
     assert "there is no protocol" in _run("sim", "nothing", code=2)
 
 

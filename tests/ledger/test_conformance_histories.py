@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.ledger import Entry, Ledger, Put, absent, unchanged
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from holdfast.sim.linearizability import Multi, Operation, check, check_revisions, save
 
 from .conformance import LIMIT_S, take, within
@@ -80,14 +80,22 @@ def children() -> Iterator[list[Child]]:
 
 
 async def _run(
-    ledger: Ledger, url: str, root: str, folder: Path, children: list[Child], count: int, kind: str
+    ledger: Ledger,
+    url: str,
+    root: str,
+    folder: Path,
+    children: list[Child],
+    count: int,
+    kind: str,
+    *,
+    killed: int = 0,
 ) -> list[Path]:
     """Start all workers, let them go at the same moment; return where they record."""
     paths = [folder / f"p{number}.jsonl" for number in range(PROCESSES)]
     start = (await ledger.range(root)).revision + 1
     for number, path in enumerate(paths):
         argv = [sys.executable, str(WORKER), url, root, f"p{number}", str(SEED + number)]
-        argv += [str(count), str(path), kind]
+        argv += [str(count), str(path), kind, *["killed"] * (number < killed)]
         children.append(spawn(argv, log=folder / f"p{number}.log"))
     async with ledger.watch(root + "ready/", start=start) as watch:
         await take(watch, PROCESSES)
@@ -149,7 +157,7 @@ async def test_the_history_of_killed_processes_is_linearizable(
     ledger: Ledger, ledger_url: str, root: str, tmp_path: Path, children: list[Child]
 ) -> None:
     """What a killed process was doing happened whole, or not at all; the others go on."""
-    paths = await _run(ledger, ledger_url, root, tmp_path, children, 200, "single")
+    paths = await _run(ledger, ledger_url, root, tmp_path, children, 200, "single", killed=2)
     for number in range(2):
         child, path = children[number], paths[number]
         await asyncio.to_thread(child.wait_until, partial(_has_begun, path), LIMIT_S)

@@ -1,11 +1,16 @@
 """Typed records: mixed versions understand each other, and updates are never lost."""
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.errors import Conflict, Corrupt, Fenced
+from holdfast.errors import Conflict, Corrupt, Fenced, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger import (
     KEEP,
     REMOVE,
@@ -20,7 +25,10 @@ from holdfast.ledger import (
     present,
     update,
 )
+from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import Verdict, decode, encode, load, put
+from holdfast.ledger.types import Compare, Op, Txn
+from holdfast.timeouts import Timeouts
 
 
 class Old(Record, frozen=True, kw_only=True):
@@ -83,6 +91,24 @@ async def _ledger() -> Ledger:
     return await open("memory:")
 
 
+def _soon(update_deadline_s: float) -> Timeouts:
+    return Timeouts(update_deadline_s=update_deadline_s)
+
+
+class Virtual(LiveRuntime):
+    """A runtime whose waits take no time."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger, seed=1)
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
 async def test_update_creates_changes_keeps_and_removes() -> None:
     led = await _ledger()
     runtime = LiveRuntime(led)
@@ -108,7 +134,7 @@ async def test_concurrent_updates_are_all_counted() -> None:
 
     async def add() -> None:
         for _ in range(10):
-            await update(LiveRuntime(led), "/r", Old, _add, attempts=1000)
+            await update(LiveRuntime(led), "/r", Old, _add)
 
     await asyncio.gather(*(add() for _ in range(10)))
     stored = await load(led, "/r", Old)
@@ -117,9 +143,10 @@ async def test_concurrent_updates_are_all_counted() -> None:
     await led.close()
 
 
-async def test_update_gives_up_after_a_bounded_number_of_conflicts() -> None:
+async def test_update_gives_up_when_its_time_is_over() -> None:
     """Somebody changes the record between every reading and writing."""
-    led = await _ledger()
+    led = await open("memory:", timeouts=_soon(60.0))
+    runtime = Virtual(led)
     calls = 0
 
     def decide(record: Old | None) -> Old:
@@ -129,9 +156,9 @@ async def test_update_gives_up_after_a_bounded_number_of_conflicts() -> None:
         return Old(count=1)
 
     with pytest.raises(Conflict) as caught:
-        await update(LiveRuntime(led), "/r", Old, decide, attempts=3)
-    assert calls == 3
-    assert caught.value.attempt == 3
+        await update(runtime, "/r", Old, decide)
+    assert 50 < runtime.now() <= 60
+    assert caught.value.attempt == calls
     await led.close()
 
 
@@ -164,3 +191,166 @@ async def test_update_keeps_the_lease_unless_told_otherwise() -> None:
     assert stored.entry.lease == 0
     await led.txn([], [Delete("/r"), Put("/x", b"")])
     await led.close()
+
+
+# ---- lost answers -----------------------------------------------------------------
+
+Fate = Literal["answered", "away", "lost before", "lost after", "late"]
+"""What becomes of one transaction. "late": it is applied just before the next one."""
+Rival = Literal["quiet", "adds", "removes"]
+
+
+class Losing(MemoryLedger):
+    """A ledger on which answers get lost while somebody else changes the record, too."""
+
+    def __init__(self, fates: Sequence[tuple[Fate, Rival]]) -> None:
+        super().__init__()
+        self._fates = list(fates)
+        self._late: tuple[Sequence[Compare], Sequence[Op], Sequence[Op]] | None = None
+        self.applied = 0
+        """How often a change of ours was made."""
+
+    async def _txn(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        await self.settle()
+        fate, rival = self._fates.pop(0) if self._fates else ("answered", "quiet")
+        if fate == "away":
+            raise Unavailable("not reached")
+        if fate == "late":
+            self._late = compare, then, otherwise
+        elif fate != "lost before":
+            txn = await self._make(compare, then, otherwise)
+        self._interfere(rival)
+        if fate == "answered":
+            return txn
+        raise UnknownOutcome("the answer was lost")
+
+    async def _make(
+        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
+    ) -> Txn:
+        txn = await super()._txn(compare, then, otherwise)
+        self.applied += txn.succeeded
+        return txn
+
+    def _interfere(self, rival: Rival) -> None:
+        entry = self._hub.store.get("/r")
+        if rival == "adds":
+            self._hub.store.txn(
+                [], [put("/r", _adding(decode(Old, entry) if entry else None))], []
+            )
+        elif rival == "removes" and entry is not None:
+            self._hub.store.txn([], [Delete("/r")], [])
+
+    async def settle(self) -> None:
+        """Let a late transaction arrive."""
+        late, self._late = self._late, None
+        if late is not None:
+            await self._make(*late)
+
+
+def _adding(record: Old | None) -> Old:
+    return Old(count=(record.count if record else 0) + 1)
+
+
+fates = st.lists(
+    st.tuples(
+        st.sampled_from(["answered", "away", "lost before", "lost after", "late"]),
+        st.sampled_from(["quiet", "adds", "removes"]),
+    ),
+    max_size=6,
+)
+
+
+@given(fates=fates, there=st.booleans(), verb=st.sampled_from(["add", "remove"]))
+def test_no_update_is_made_twice(
+    fates: list[tuple[Fate, Rival]], there: bool, verb: Literal["add", "remove"]
+) -> None:
+    """Whatever answers are lost: a change that was reported was made once, one whose outcome is
+    unknown at most once, and one that failed not at all."""
+
+    async def scenario() -> None:
+        led = Losing(fates)
+        if there:
+            led._hub.store.txn([], [put("/r", Old(count=10))], [])
+        outcome: Exception | None = None
+        try:
+            await update(Virtual(led), "/r", Old, _add if verb == "add" else _remove)
+        except (Retriable, UnknownOutcome) as error:
+            outcome = error
+        await led.settle()
+        if isinstance(outcome, UnknownOutcome):
+            assert led.applied <= 1
+        elif outcome is None and verb == "add":
+            assert led.applied == 1
+        else:
+            assert led.applied <= (outcome is None), "nothing, or the removal"
+
+    asyncio.run(scenario())
+
+
+def _remove(_: Old | None) -> Verdict:
+    return REMOVE
+
+
+@pytest.mark.parametrize(
+    ("there", "fates"),
+    [
+        (True, [("lost after", "quiet")]),
+        (True, [("lost after", "adds")]),
+        (True, [("lost before", "adds")]),
+        (True, [("late", "quiet")]),
+        (True, [("lost before", "quiet"), ("away", "quiet"), ("lost after", "quiet")]),
+        (False, [("lost after", "removes")]),
+        (False, [("lost before", "quiet")]),
+    ],
+)
+async def test_a_change_that_may_be_ours_is_an_unknown_outcome(
+    there: bool, fates: list[tuple[Fate, Rival]]
+) -> None:
+    """The record is not provably the one that the lost attempt would have replaced; the error
+    has the lost answer as its cause."""
+    led = Losing(fates)
+    if there:
+        led._hub.store.txn([], [put("/r", Old(count=10))], [])
+    with pytest.raises(UnknownOutcome, match="/r may or may not have been changed") as caught:
+        await update(Virtual(led), "/r", Old, _add)
+    assert isinstance(caught.value.__cause__, UnknownOutcome)
+
+
+async def test_an_update_goes_on_while_the_record_is_provably_the_same() -> None:
+    led = Losing([("lost before", "quiet"), ("away", "quiet"), ("lost before", "quiet")])
+    led._hub.store.txn([], [put("/r", Old(count=10))], [])
+    stored = await update(Virtual(led), "/r", Old, _add)
+    assert stored is not None
+    assert stored.record.count == 11
+
+
+@pytest.mark.parametrize("fate", ["lost before", "lost after", "late"])
+async def test_a_repeatable_update_recognises_its_own_effect(fate: Fate) -> None:
+    """Whether or not the lost attempt was applied, and although a rival writes as well."""
+    led = Losing([(fate, "adds")])
+
+    def decide(record: Old | None) -> Old | Verdict:
+        if record is not None and record.name == "ours":
+            return KEEP
+        return Old(name="ours", count=(record.count if record else 0) + 1)
+
+    stored = await update(Virtual(led), "/r", Old, decide, repeatable=True)
+    assert stored is not None
+    assert led.applied == 1 + (fate == "lost after")  # the rival wrote over the first one
+
+
+async def test_time_that_runs_out_after_a_lost_answer_is_an_unknown_outcome() -> None:
+    """ "Not reached" would say that nothing was changed."""
+    away: list[tuple[Fate, Rival]] = [("away", "quiet")] * 10_000
+    led = Losing([("lost after", "quiet"), *away])
+    led.timeouts = _soon(12.0)
+
+    def decide(_: Old | None) -> Old:
+        return Old(name="ours")
+
+    with pytest.raises(UnknownOutcome, match="later attempts failed"):
+        await update(Virtual(led), "/r", Old, decide, repeatable=True)
+    with contextlib.suppress(Unavailable):
+        await led.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import Fenced, LeaseLost, Mistake
 from holdfast.ledger import (
     KEEP,
@@ -32,8 +32,10 @@ from holdfast.ledger.election import (
     Wait,
     decide,
 )
+from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import Stored, encode, load
 from holdfast.ledger.types import Entry
+from holdfast.timeouts import Timeouts
 from patience import HANG_S
 
 
@@ -48,6 +50,26 @@ async def test_a_keeper_keeps_its_lease_beyond_its_time(tmp_path: Path) -> None:
                 assert keeper.believes()
                 await asyncio.sleep(0.02)
         assert await led.get("/mine") is None
+
+
+@pytest.mark.parametrize(("ttl_s", "lease_s", "pause_s"), [(None, 0.9, 0.1), (18.0, 18.0, 2.0)])
+async def test_a_keeper_takes_its_times_from_the_ledger(
+    ttl_s: float | None, lease_s: float, pause_s: float
+) -> None:
+    """A lease of another length is renewed in proportion."""
+    waits: list[float] = []
+
+    class Waiting(LiveRuntime):
+        async def sleep(self, seconds: float) -> None:
+            waits.append(seconds)
+            await asyncio.Event().wait()
+
+    async with MemoryLedger() as led:
+        led.timeouts = Timeouts(ledger_lease_s=0.9, lease_keepalive_s=0.1)
+        async with Keeper(Waiting(led), ttl_s) as keeper:
+            assert keeper.lease.ttl_s == lease_s
+            await asyncio.sleep(0)
+    assert waits == pytest.approx([pause_s])
 
 
 async def test_a_keeper_notices_that_its_lease_was_broken(tmp_path: Path) -> None:
@@ -166,15 +188,15 @@ async def test_real_leaders_killed_or_stopped_are_replaced(tmp_path: Path, how: 
     with contextlib.ExitStack() as stack:
         names = iter(f"w{number}" for number in range(100))
 
-        def start() -> procs.Child:
+        def start() -> proc.Child:
             name = next(names)
             argv = [sys.executable, "-c", WORKER, url, name, here]
-            return stack.enter_context(procs.spawn(argv, name=name, log=tmp_path / name))
+            return stack.enter_context(proc.spawn(argv, name=name, log=tmp_path / name))
 
         async with open(url) as led:
             children = {child.name: child for child in (start(), start(), start())}
             victims = 0
-            stopped: list[procs.Child] = []
+            stopped: list[proc.Child] = []
             seen: list[int] = []
             async with asyncio.timeout(60), led.watch("/", start=1) as watch:
                 async for batch in watch:

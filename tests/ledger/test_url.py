@@ -8,7 +8,8 @@ from holdfast.errors import HoldfastError, Mistake, Unavailable
 from holdfast.ledger import Put, open, without_password
 from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.sqlite import SqliteLedger
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
+from holdfast.timeouts import Timeouts
 
 BAD = [
     ("", "is not a ledger URL"),
@@ -57,6 +58,18 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_etcd_options() -> None:
     led = open("etcd://u%40x:p%3Aw@h1:1,[::1]:2?timeout=2.5")
     assert isinstance(led, EtcdLedger)
+
+
+@pytest.mark.parametrize("url", ["memory:", "sqlite:///x.db", "etcd://a:1"])
+def test_the_time_outs_reach_every_back_end(url: str) -> None:
+    """What is opened keeps the table; one that is out of order is refused."""
+    times = Timeouts(ledger_call_s=1.5, update_deadline_s=20.0)
+    led = open(url, timeouts=times)
+    assert led.timeouts is times
+    if isinstance(led, EtcdLedger):
+        assert led._client.timeout_s == 1.5
+    with pytest.raises(Mistake, match="time-outs out of order"):
+        open(url, timeouts=Timeouts(ledger_lease_s=1.0))
 
 
 async def test_memory_by_name_is_shared() -> None:

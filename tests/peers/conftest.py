@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.procs import Child, HeldPort, spawn
+from holdfast.proc import Child, HeldPort, spawn
 
 # Without vLLM this folder has no tests, unless a file is named. The other files import what is
 # not there then.

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,u
 from holdfast import ledger as ledgers
 from holdfast.errors import Unavailable
 from holdfast.ledger import Ledger
-from holdfast.procs import HeldPort, spawn
+from holdfast.proc import HeldPort, spawn
 from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention

@@ -34,7 +34,7 @@ from holdfast.engine.generate import Settings, generate
 from holdfast.engine.tiny import EOS, make_tiny
 from holdfast.errors import Mistake, Unavailable
 from holdfast.loopthread import LoopThread
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from holdfast.rollout.episodes import Said
 from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
 from holdfast.weights import Publisher, Retention, Subscriber

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import pytest
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Task
-from holdfast.rollout.episodes import Episode, Said, Speak, play
+from holdfast.rollout.episodes import Episode, Said, Say, Speak, play
+from holdfast.rollout.sampler import Sampler
 
 TASK = Task("00 to 99?", "50")
 
@@ -30,11 +30,9 @@ class Script:
     def __init__(self, *said: Sequence[str]) -> None:
         self.said = list(said)
         self.asked: list[tuple[str, int, int]] = []
-        self.threads: set[str] = set()
 
-    def __call__(self, tokens: Sequence[int], count: int, seed: int) -> list[Said]:
+    async def __call__(self, tokens: Sequence[int], count: int, seed: int) -> list[Said]:
         self.asked.append((decode(tokens), count, seed))
-        self.threads.add(threading.current_thread().name)
         return [sample(text, place) for place, text in enumerate(self.said.pop(0))]
 
 
@@ -43,9 +41,9 @@ def sample(text: str, place: int = 0) -> Said:
     return tokens, -np.arange(1, len(text) + 1, dtype=np.float32) - place, "length"
 
 
-async def played(name: str, speak: Speak, **more: int) -> list[Episode]:
+async def played(name: str, say: Say, **more: int) -> list[Episode]:
     settings: Any = {"count": 3, "max_turns": 7, "seed": 5, **more}
-    return await play(Judge(name, {}), TASK, speak=speak, encode=encode, decode=decode, **settings)
+    return await play(Judge(name, {}), TASK, say=say, encode=encode, decode=decode, **settings)
 
 
 async def test_one_turn_is_one_batch() -> None:
@@ -96,24 +94,28 @@ async def test_the_last_turn_is_the_last() -> None:
 
 
 async def test_speaking_has_its_own_thread() -> None:
-    """`speak` never runs in the event loop's thread; in the executor, if there is one."""
-    script = Script(["1"])
-    with ThreadPoolExecutor(1, "engine") as executor:
-        await play(
-            Judge("reverse", {}),
-            TASK,
-            count=1,
-            max_turns=1,
-            speak=script,
-            encode=encode,
-            decode=decode,
-            seed=0,
-            executor=executor,
-        )
-    assert script.threads == {"engine_0"}
-    script = Script(["1"])
-    await played("reverse", script, count=1)
-    assert threading.current_thread().name not in script.threads
+    """`speak` never runs in the event loop's thread, but in the sampler's."""
+    threads: set[str] = set()
+
+    class Engine(Sampler):
+        exact = True
+
+        def has(self, version: int) -> bool:
+            return version == 1
+
+        async def load(self, pin: object) -> None:
+            """Have it already."""
+
+        def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
+            def say(*_: object) -> list[Said]:
+                threads.add(threading.current_thread().name)
+                return [sample("1")]
+
+            return say
+
+    async with Engine(None) as engine:
+        await played("reverse", engine.say(1, 1.0, 8), count=1)
+    assert threads == {"engine_0"}
 
 
 WRONG: dict[str, list[Said]] = {
@@ -127,7 +129,11 @@ WRONG: dict[str, list[Said]] = {
 @pytest.mark.parametrize("told", WRONG)
 async def test_what_is_not_said_is_not_written(told: str) -> None:
     """An engine that gives something else than it was asked for is a mistake, not a sample."""
+
+    async def say(*_: object) -> list[Said]:
+        return WRONG[told]
+
     with pytest.raises(Mistake, match=told):
-        await played("reverse", lambda *_: WRONG[told], count=1)
+        await played("reverse", say, count=1)
     with pytest.raises(Mistake, match="count is 0"):
-        await played("reverse", lambda *_: [], count=0)
+        await played("reverse", say, count=0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, Mistake
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from holdfast.sim.history import Answer, Call, Value
 from holdfast.sim.linearizability import (
     Cas,

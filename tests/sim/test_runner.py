@@ -1,17 +1,15 @@
-"""The simulator: it replays exactly, finds what is broken, and tells the shortest story."""
+"""The simulator: it replays exactly, and does what it is told to."""
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from holdfast.ledger import election, records
 from holdfast.sim import protocols
 from holdfast.sim.faults import APPLIES, Fault, Table
-from holdfast.sim.protocol import Protocol
 from holdfast.sim.protocols import election as simulated
-from holdfast.sim.runner import Failure, play, search, shortest
+from holdfast.sim.runner import search
 from holdfast.sim.world import World
 
 TELL = """
@@ -23,13 +21,6 @@ print(world.play())
 for line in world.story:
     print(line)
 """
-
-
-def _caught(make: Callable[[], Protocol], seeds: int = 1000) -> Failure:
-    for summary in search(make, range(seeds)):
-        if summary.failure is not None:
-            return summary.failure
-    raise AssertionError(f"not caught within {seeds} seeds")
 
 
 @pytest.mark.parametrize(
@@ -66,26 +57,9 @@ def test_the_sound_protocol_holds() -> None:
     assert summary.steps > 100 * 300
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", protocols.broken_names("election"))
-def test_every_broken_variant_is_caught_and_shrunk(name: str) -> None:
-    """Caught within 1,000 seeds; of its faults none can be left out."""
-    make = protocols.find(name)
-    failure = _caught(make)
-    again, _ = play(make, failure.seed)
-    assert again is not None
-    assert again.violation == failure.violation, "the seed replays it exactly"
-    short = shortest(make, failure)
-    assert short.story[-1][2].startswith("BROKEN")
-    for fault in short.faults:
-        fewer = [other for other in short.faults if other is not fault]
-        world = World(make(), failure.seed, faults=fewer)
-        assert world.play() is None, f"{fault} could have been left out"
-
-
 def test_the_simulation_runs_production_code() -> None:
     """Not a copy: renaming a production function breaks the simulation's import."""
-    assert simulated.ElectionProtocol.election is election.Election
+    assert simulated.ElectionProtocol()._election is election.Election
     assert vars(simulated)["update"] is records.update
     rename = (
         "import holdfast.ledger.election as e; del e.Election\n"
@@ -113,13 +87,6 @@ def test_every_fault_fires_at_every_kind_of_step() -> None:
     for summary in search(protocols.find("election"), range(300)):
         assert summary.failure is None
     assert summary.table.never_fired() == []
-
-
-def test_without_faults_nothing_goes_wrong_in_broken_protocols_that_need_one() -> None:
-    """The violation comes from the fault, not from the simulation: no fault, no failure."""
-    for name in ("election-broken", "election-broken-lease", "election-broken-optimist"):
-        for seed in range(20):
-            assert World(protocols.find(name)(), seed, faults=[]).play() is None
 
 
 def test_planned_faults_happen_where_they_are_planned() -> None:

@@ -15,7 +15,7 @@ from holdfast.trainer.core import Core
 from holdfast.trainer.records import Keys
 from holdfast.trainer.trainer import Trainer
 
-__all__ = ["KEYS", "STEP", "Slow", "begin_model", "living", "step"]
+__all__ = ["KEYS", "STEP", "Slow", "begin_model", "living", "running", "step"]
 
 KEYS = Keys("r", "x", "j")
 STEP = ops.OptimStep()
@@ -52,11 +52,10 @@ async def living(
         opened = ledger
         if opened is None:
             opened = await stack.enter_async_context(ledgers.open("memory:"))
-        runtime = LiveRuntime(opened, seed=term)
         prompt = Prompt(opened, seed=term)
         compute = Slow(prompt)
         trainer = Trainer(
-            runtime,
+            LiveRuntime(opened, seed=term),
             KEYS,
             [],
             compute=compute,
@@ -65,14 +64,21 @@ async def living(
             wall=time.time,
             policy=Policy(**{"upkeep_s": 3600, **policy}),  # type: ignore[arg-type]
         )
-        await trainer.begin(term, by=f"me {term}")
-        running = asyncio.create_task(trainer.run())
-        try:
-            async with asyncio.timeout(30):
-                yield trainer, compute
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        await stack.enter_async_context(running(trainer, term))
+        yield trainer, compute
+
+
+@contextlib.asynccontextmanager
+async def running(trainer: Trainer, epoch: int) -> "AsyncIterator[asyncio.Task[None]]":
+    """Take over, and work until the end of the test, which has a limit."""
+    await trainer.begin(epoch, by=f"me {epoch}")
+    work = asyncio.create_task(trainer.run())
+    try:
+        async with asyncio.timeout(60):
+            yield work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
 
 
 async def begin_model(core: Core, session: str = "") -> str:

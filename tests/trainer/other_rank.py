@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from holdfast.engine.determinism import settle
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
 from holdfast.trainer import ops
 from holdfast.trainer.machine import Machine
 from holdfast.trainer.orders import END, Order, follow, lead

@@ -26,22 +26,25 @@ from holdfast.trainer.seams import Kept, Snapshot, Vault
 from holdfast.trainer.state import Pending
 from holdfast.trainer.trainer import Trainer
 from holdfast.trainer.vault import WeightsVault
+from trainer.living import KEYS, STEP, running
 
-KEYS = Keys("r", "x", "j")
-STEP = ops.OptimStep()
 SAMPLE = ops.Sample(prompt=b"")
 
 
-class Compute(ToyCompute):
-    """Its snapshots have something that can be kept on a disk; what it is told to fails."""
+class Troubled:
+    """What it is told to fails."""
 
-    def __init__(self, runtime: LiveRuntime) -> None:
-        super().__init__(runtime)  # type: ignore[arg-type]  # a runtime is all that it needs
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.trouble: dict[str, Exception] = {}
 
     def _fail(self, call: str) -> None:
         if call in self.trouble:
             raise self.trouble[call]
+
+
+class Compute(Troubled, ToyCompute):
+    """Its snapshots have something that can be kept on a disk."""
 
     async def apply(
         self, model: str, number: int, op: ops.ForwardBackward | ops.OptimStep
@@ -65,16 +68,12 @@ class Compute(ToyCompute):
         return ops.Stepped()
 
 
-class BadVault:
+class BadVault(Troubled):
     """A vault in memory that fails when it is told to."""
 
     def __init__(self, kept: dict[tuple[str, int], Snapshot]) -> None:
+        super().__init__()
         self._kept = kept
-        self.trouble: dict[str, Exception] = {}
-
-    def _fail(self, call: str) -> None:
-        if call in self.trouble:
-            raise self.trouble[call]
 
     async def newest(self, channel: str) -> int | None:
         return max((number for name, number in self._kept if name == channel), default=None)
@@ -172,14 +171,8 @@ async def life(
         wall=time.time,
         policy=Policy(upkeep_s=3600, room_s=0, checkpoint_ops=checkpoint_ops),
     )
-    await trainer.begin(epoch, by=str(epoch))
-    running = asyncio.create_task(trainer.run())
-    try:
-        async with asyncio.timeout(60):
-            yield Living(trainer, compute, running)
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    async with running(trainer, epoch) as work:
+        yield Living(trainer, compute, work)
 
 
 def blamed(outcome: ops.Outcome) -> str:

@@ -7,7 +7,7 @@ import pytest
 from holdfast.errors import Gone, NotFound
 from holdfast.trainer import ops
 from holdfast.trainer.records import Now
-from trainer.living import KEYS, STEP, living
+from trainer.living import KEYS, STEP, begin_model, living
 
 
 async def test_what_is_in_work_when_its_session_ends_has_one_result() -> None:
@@ -15,8 +15,7 @@ async def test_what_is_in_work_when_its_session_ends_has_one_result() -> None:
     async with living() as (trainer, compute):
         core = trainer.core
         session = await core.create_session()
-        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
-        await core.retrieve(request, 10)
+        model = await begin_model(core, session)
         await core.submit(model, 1, STEP)
         await core.submit(model, 2, STEP)
         await compute.begun.wait()
@@ -41,8 +40,7 @@ async def test_sampling_sessions_end_with_their_weights() -> None:
     async with living(sampler_keep=1, result_s=0, max_samplers=3) as (trainer, _):
         core = trainer.core
         session = await core.create_session()
-        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
-        await core.retrieve(request, 10)
+        model = await begin_model(core, session)
         made = []
         for number in range(1, 6):
             op = ops.SaveForSampler(session_seq=number)
@@ -50,7 +48,7 @@ async def test_sampling_sessions_end_with_their_weights() -> None:
             assert isinstance(saved, ops.SamplerSaved)
             assert saved.sampling_session is not None
             made.append(saved.sampling_session)
-            core.check_room_for_samplers()
+            core.known.check_room_for_samplers()
             await core.retrieve(await core.submit(made[-1], 0, ops.Sample(prompt=b"")), 10)
             await trainer.upkeep.look()
         await trainer.upkeep.look()
@@ -76,8 +74,7 @@ async def test_what_killed_three_trainers_fails(ordered: bool) -> None:
         core = trainer.core
         compute.may_end.set()
         session = await core.create_session()
-        request, model = await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
-        await core.retrieve(request, 10)
+        model = await begin_model(core, session)
         line = model if ordered else await core.create_sampler(session, 0, "b", "")
         trainer.runner._suspect = Now(line=line, number=1, deaths=2)
         op: ops.Op = STEP if ordered else ops.Sample(prompt=b"")

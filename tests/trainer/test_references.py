@@ -1,6 +1,5 @@
 """Batches by reference: fetched once, journaled, and trained on like those that come inline."""
 
-import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gateway.service import Answer
 from holdfast import transfer
 from holdfast.transfer.shm.folder import remove
-from trainer.house import JOB, House, house
+from trainer.house import House, house
+from trainer.sdk.wire import Session, promised
 
 
 @pytest.fixture(scope="module")
@@ -27,30 +28,17 @@ def there(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[House
         yield made
 
 
-def post(there: House, path: str, body: dict[str, Any]) -> Any:
-    answer = there.service.ask("POST", there.service.way(JOB, f"/api/v1/{path}"), body)
-    return answer.status, answer.json
+@pytest.fixture
+def session(there: House) -> Session:
+    return Session(there)
 
 
-def model(there: House) -> str:
-    _, session = post(there, "create_session", {"tags": [], "sdk_version": "0"})
-    _, made = post(
-        there,
-        "create_model",
-        {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "holdfast/tiny"},
-    )
-    result(there, made["request_id"])
-    return str(made["model_id"])
-
-
-def result(there: House, request: str) -> Any:
-    while True:
-        status, said = post(there, "retrieve_future", {"request_id": request})
-        if status != 408:
-            return said
+def result(session: Session, promise: Answer) -> Any:
+    return session.wait(promised(promise)).json
 
 
 TOKENS = np.array([1, 20, 30, 40], dtype=np.int32)
+BY_REFERENCE = "forward_backward_references"
 TARGETS = np.array([20, 30, 40, 2], dtype=np.int64)
 
 
@@ -61,72 +49,59 @@ def by_reference(store: transfer.Store, model: str, key: str) -> dict[str, Any]:
     return {"model_id": model, "seq_id": 1, "loss_fn": "cross_entropy", "data": [datum]}
 
 
-def test_a_batch_by_reference_is_the_same_as_inline(there: House, name: str) -> None:
+def test_a_batch_by_reference_is_the_same_as_inline(session: Session, name: str) -> None:
     """Result and journal entry are equal, whichever way the batch came."""
-    one, other = model(there), model(there)
+    one, other = session.model().name, session.model().name
     with transfer.connect(name) as store:
-        status, promise = post(
-            there, "forward_backward_references", by_reference(store, one, "same")
-        )
-    assert status == 200, promise
+        referred = session.post(BY_REFERENCE, by_reference(store, one, "same"))
     tensor = {"data": TARGETS.tolist(), "dtype": "int64", "shape": [4]}
     chunk = {"type": "encoded_text", "tokens": TOKENS.tolist()}
     datum = {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": {"target_tokens": tensor}}
     given = {"data": [datum], "loss_fn": "cross_entropy"}
     body = {"model_id": other, "seq_id": 1, "forward_backward_input": given}
-    status, inline = post(there, "forward_backward", body)
-    assert status == 200, inline
-    assert result(there, promise["request_id"]) == result(there, inline["request_id"])
+    inline = session.post("forward_backward", body)
+    assert result(session, referred) == result(session, inline)
 
 
-def test_values_that_are_gone_are_not_needed_again(there: House, name: str) -> None:
+def test_values_that_are_gone_are_not_needed_again(session: Session, name: str) -> None:
     """A duplicate, and a trainer that replays, go by the journal."""
-    name_of_model = model(there)
+    model = session.model().name
     with transfer.connect(name) as store:
-        body = by_reference(store, name_of_model, "gone")
-        _, promise = post(there, "forward_backward_references", body)
-        before = result(there, promise["request_id"])
+        body = by_reference(store, model, "gone")
+        first = session.post(BY_REFERENCE, body)
+        before = result(session, first)
         store.delete(["gone/t", "gone/y"])
-    again = post(there, "forward_backward_references", body)
-    assert again == (200, promise)
-    there.kill_trainer()
-    assert post_until(there, "forward_backward_references", body) == (200, promise)
-    assert result(there, promise["request_id"]) == before
+    assert session.post(BY_REFERENCE, body).json == first.json
+    session.there.kill_trainer()
+    while (again := session.post(BY_REFERENCE, body)).status in (502, 503):
+        pass
+    assert again.json == first.json
+    assert result(session, again) == before
 
 
-def post_until(there: House, path: str, body: dict[str, Any]) -> Any:
-    while True:
-        status, said = post(there, path, body)
-        if status not in (502, 503):
-            return status, said
-
-
-def test_missing_values_do_not_use_the_number_up(there: House, name: str) -> None:
+def test_missing_values_do_not_use_the_number_up(session: Session, name: str) -> None:
     """The answer names what is missing, and the number may be sent again with other values."""
-    name_of_model = model(there)
+    model = session.model().name
     with transfer.connect(name) as store:
-        body = by_reference(store, name_of_model, "lost")
+        body = by_reference(store, model, "lost")
         store.delete(["lost/y"])
-        status, said = post(there, "forward_backward_references", body)
-        assert status == 424
-        assert "lost/y" in json.dumps(said)
-        status, promise = post(
-            there, "forward_backward_references", by_reference(store, name_of_model, "found")
-        )
-    assert status == 200, promise
-    assert "error" not in result(there, promise["request_id"])
+        answer = session.post(BY_REFERENCE, body)
+        assert answer.status == 424
+        assert b"lost/y" in answer.raw
+        found = session.post(BY_REFERENCE, by_reference(store, model, "found"))
+    assert "error" not in result(session, found)
 
 
-def test_what_is_no_batch_is_refused(there: House) -> None:
+def test_what_is_no_batch_is_refused(session: Session) -> None:
     """The message names the field."""
-    status, said = post(there, "forward_backward_references", {"model_id": "x", "seq_id": 1})
-    assert status == 400
-    assert "data" in json.dumps(said)
+    answer = session.post(BY_REFERENCE, {"model_id": "x", "seq_id": 1})
+    assert answer.status == 400
+    assert b"data" in answer.raw
 
 
-def test_what_is_given_inline_counts_like_a_reference(there: House, name: str) -> None:
+def test_what_is_given_inline_counts_like_a_reference(session: Session, name: str) -> None:
     """Weights that the caller has computed make the same loss as the same weights in the store."""
-    one, other = model(there), model(there)
+    one, other = session.model().name, session.model().name
     weights = np.array([0.0, 0.5, 1.0, 0.25], dtype=np.float32)
     with transfer.connect(name) as store:
         ref = store.put({"w": weights})["w"]
@@ -135,32 +110,25 @@ def test_what_is_given_inline_counts_like_a_reference(there: House, name: str) -
         referred["data"][0]["loss_fn_inputs"]["weights"] = told
         inline = by_reference(store, other, "in2")
         inline["data"][0]["inline"] = {"weights": weights.tolist()}
-        promises = [post(there, "forward_backward_references", one) for one in (referred, inline)]
-    assert [status for status, _ in promises] == [200, 200], promises
-    results = [result(there, promise["request_id"]) for _, promise in promises]
+        promises = [session.post(BY_REFERENCE, one) for one in (referred, inline)]
+    results = [result(session, promise) for promise in promises]
     assert results[0] == results[1]
     assert results[0]["metrics"]["loss:sum"] > 0
 
 
-def test_published_versions(there: House) -> None:
+def test_published_versions(session: Session) -> None:
     """Versions of a model's channel: the same number again is the same, an older one is refused,
     and a changed model has another hash."""
-    name_of_model = model(there)
+    model = session.model()
 
     def publish(seq: int, version: int) -> Any:
-        body = {"model_id": name_of_model, "seq_id": seq, "version": version}
-        _, promise = post(there, "publish_weights", body)
-        return result(there, promise["request_id"])
+        return model.do(("publish_weights", model.body(seq, version=version)))
 
     first = publish(1, 5)
-    assert (first["channel"], first["version"]) == (f"{name_of_model}.policy", 5)
+    assert (first["channel"], first["version"]) == (f"{model.name}.policy", 5)
     assert publish(1, 5) == first
     assert publish(2, 6)["content"] == first["content"]
     refused = publish(3, 4)
     assert refused["category"] == "user"
     assert publish(4, 7)["content"] == first["content"]
-    status, said = post(
-        there, "publish_weights", {"model_id": name_of_model, "seq_id": 5, "version": -1}
-    )
-    assert status == 200
-    assert result(there, said["request_id"])["category"] == "user"
+    assert publish(5, -1)["category"] == "user"

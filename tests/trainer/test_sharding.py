@@ -18,7 +18,7 @@ import torch
 from holdfast.engine.determinism import settle
 from holdfast.engine.tiny import make_tiny
 from holdfast.errors import Mistake
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.trainer import ops
 from holdfast.trainer.compute import TorchCompute
 from holdfast.trainer.gradients import BATCH_TOKENS

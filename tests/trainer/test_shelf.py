@@ -45,7 +45,7 @@ async def digests(**policy: Any) -> tuple[list[float], int]:
             for model in models[turn % 2 :: 1 + turn % 2]:
                 numbers[model] += 1
                 found.append(await step(core, model, numbers[model]))
-                most = max(most, len(core.in_memory()))
+                most = max(most, len(core.known.in_memory()))
         assert core.journal.failure is None
         return found, most
 
@@ -89,7 +89,7 @@ async def test_models_on_disk_have_a_bound_too() -> None:
             await core.create_model(session, 0, ops.CreateModel(session="", base="b"))
         await core.retrieve(await core.unload(models[0], ops.Unload()), 10)
         await begin_model(core, session)
-        assert core.census() == {"in_memory": 1, "put_aside": 2}
+        assert core.known.census() == {"in_memory": 1, "put_aside": 2}
 
 
 async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
@@ -113,7 +113,7 @@ async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
             outcome = await core.retrieve(request, 10)
             assert isinstance(outcome, ops.Failed)
             assert (outcome.category, "the disk is full" in outcome.error) == ("server", True)
-            assert [one.name for one in core.in_memory()] == [first]
+            assert [one.name for one in core.known.in_memory()] == [first]
             await step(core, first, 2)
         second = await begin_model(core)
         await step(core, first, 3)
@@ -128,18 +128,18 @@ async def test_silent_sessions_make_room_and_lose_nothing() -> None:
         core = trainer.core
         quiet, loud = await begin_model(core), await begin_model(core)
         before = await step(core, quiet, 1)
-        core.seen[quiet.rpartition("-")[0]] -= 61
+        core.known.seen[quiet.rpartition("-")[0]] -= 61
         await trainer.upkeep.look()
         async with asyncio.timeout(10):
-            while len(core.in_memory()) != 1:
+            while len(core.known.in_memory()) != 1:
                 await asyncio.sleep(0)
-        assert [one.name for one in core.in_memory()] == [loud]
+        assert [one.name for one in core.known.in_memory()] == [loud]
         assert not core.find(quiet).ended
         outcome = await core.retrieve(f"{quiet}:1", 10)
         assert isinstance(outcome, ops.Stepped)
         assert outcome.metrics["digest"] == before
         await step(core, quiet, 2)
-        assert len(core.in_memory()) == 2
+        assert len(core.known.in_memory()) == 2
 
 
 PROGRAM = """

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from holdfast import transfer
+from holdfast.errors import NotFound
 from holdfast.retry import Policy
 from holdfast.servers import MooncakeHolder, MooncakeServer, RedisServer
 from holdfast.transfer import Store, shm
@@ -49,6 +50,15 @@ def mooncake_holder(mooncake_master: MooncakeServer) -> Iterator[MooncakeHolder]
 
 
 @pytest.fixture
+def shm_url() -> Iterator[str]:
+    """A store in shared memory that is not there yet, and is removed at the end."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield f"shm://{name}"
+    with contextlib.suppress(NotFound):
+        shm.remove(name, force=True)
+
+
+@pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
     return f"{redis_server.url}?prefix=t:{uuid.uuid4().hex}:"
 
@@ -76,16 +86,12 @@ def mooncake_client(
 
 
 @pytest.fixture(params=["memory", "shm", "redis", "mooncake"])
-def store_url(request: pytest.FixtureRequest) -> Iterator[str]:
+def store_url(request: pytest.FixtureRequest) -> str:
     """The same back end for everybody in one test."""
-    name = f"test-{uuid.uuid4().hex}"
     if request.param == "memory":
-        yield f"memory:{name}"
-    elif request.param == "shm":
-        yield f"shm://{name}?segment=8M"
-        shm.remove(name)
-    else:
-        yield request.getfixturevalue(f"{request.param}_url")
+        return f"memory:{uuid.uuid4().hex}"
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return f"{url}?segment=8M" if request.param == "shm" else url
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def store(request: pytest.FixtureRequest, store_url: str) -> Iterator[Store]:
     if not store_url.startswith("mooncake:"):
         yield request.getfixturevalue("open_store")()
         return
-    from holdfast.transfer.mooncake import MooncakeBackend
+    from holdfast.contrib.mooncake import MooncakeBackend
 
     client = request.getfixturevalue("mooncake_client")
     query = dict(parse_qsl(urlsplit(store_url).query))

@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 from holdfast import transfer
 from holdfast.transfer.queue import Item, open_queue
-from holdfast.transfer.shm import remove
 
 
 def run(*args: str, code: int = 0) -> str:
@@ -25,16 +22,10 @@ def run(*args: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield f"shm://{name}?budget=64M&segment=4M"
-    remove(name)
-
-
 @pytest.mark.long
-def test_a_store_is_shown(url: str) -> None:
+def test_a_store_is_shown(shm_url: str) -> None:
     """Counts, keys, values of every kind; and what is not there, or damaged, by its exit code."""
+    url = f"{shm_url}?budget=64M&segment=4M"
     with transfer.connect(url) as store:
         store.put({"a/1": torch.arange(3), "a/2": b"raw", "b": None, "c": {"reward": 1.5}})
     assert run("transfer", "stat", url).startswith("4 values, ")
@@ -51,10 +42,10 @@ def test_a_store_is_shown(url: str) -> None:
     assert "no store is called 'ftp'" in run("transfer", "stat", "ftp://x", code=2)
 
 
-def test_a_queue_is_shown(url: str, tmp_path: Path) -> None:
+def test_a_queue_is_shown(shm_url: str, tmp_path: Path) -> None:
     ledger = f"sqlite:///{tmp_path / 'run.db'}"
     with open_queue(
-        url, ledger, "rollouts", {"train": ["x", "r"], "log": []}, member="me"
+        shm_url, ledger, "rollouts", {"train": ["x", "r"], "log": []}, member="me"
     ) as queue:
         queue.put([Item(f"s{at}", {"x": at}, version=at) for at in range(5)])
         queue.put_fields({"s1": {"r": 1.0}})

@@ -1,6 +1,5 @@
 """Whatever goes wrong with a key, the error carries the user's key and begins with it."""
 
-import uuid
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from holdfast.errors import (
 )
 from holdfast.retry import Policy
 from holdfast.servers import RedisServer
-from holdfast.transfer import Store, shm
-from transfer.conftest import Opener
+from holdfast.transfer import Store
 from transfer.faulty import Fault, faulty
 
 ONCE = Policy(attempts=1, deadline_s=10.0)
@@ -92,33 +90,15 @@ async def test_the_asynchronous_twins(store: Store) -> None:
     check(caught.value.failures, NotFound)
 
 
-def test_damage(open_store: Opener) -> None:
-    """What arrives cut, empty or flipped is corrupt by its key."""
-    store = open_store()
-    store.put(dict.fromkeys(KEYS, b"value"))
-    for harm in (
-        lambda frame: frame[:10],
-        lambda frame: frame[:0],
-        lambda frame: memoryview(bytes(frame)[:-1] + b"x"),
-    ):
-        wrapped = faulty(store.backend)
-        wrapped.gets = {key: [harm] for key in KEYS}
-        failed(Store(wrapped, ONCE), Corrupt, "get")
-
-
-def test_shared_memory_that_is_full() -> None:
-    name = f"test-{uuid.uuid4().hex}"
-    try:
-        with transfer.connect(f"shm://{name}?budget=1M&segment=64K", ONCE) as store:
-            with pytest.raises(BatchFailed) as caught:
-                store.put({f"fill-{at}": bytes(60_000) for at in range(100)})
-            for key, error in caught.value.failures.items():
-                assert str(error).startswith(f"{key}: ")
-            with pytest.raises(BatchFailed) as caught:
-                store.put({key: bytes(60_000) for key in KEYS})
-            check(caught.value.failures, NoRoom)
-    finally:
-        shm.remove(name)
+def test_shared_memory_that_is_full(shm_url: str) -> None:
+    with transfer.connect(f"{shm_url}?budget=1M&segment=64K", ONCE) as store:
+        with pytest.raises(BatchFailed) as caught:
+            store.put({f"fill-{at}": bytes(60_000) for at in range(100)})
+        for key, error in caught.value.failures.items():
+            assert str(error).startswith(f"{key}: ")
+        with pytest.raises(BatchFailed) as caught:
+            store.put({key: bytes(60_000) for key in KEYS})
+        check(caught.value.failures, NoRoom)
 
 
 def test_a_dead_redis(tmp_path: Path) -> None:

@@ -357,6 +357,7 @@ async def test_fetch_tells_what_does_not_arrive(queue: Queue, store: Store) -> N
         ({"tasks": []}, "at least one task"),
         ({"tasks": "train"}, "a list of tasks"),
         ({"tasks": ["a/b"]}, "plain name"),
+        ({"tasks": {"train": "tokens"}}, "tokens"),
         ({"tasks": ["t"], "max_samples": 0}, "1 or more"),
         ({"tasks": ["t"], "member": "a/b"}, "plain name"),
         ({"tasks": ["t"], "run": "a/b"}, "without '/'"),

@@ -5,7 +5,6 @@ import contextlib
 import json
 import random
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 from holdfast import ledger as ledgers
 from holdfast import transfer
 from holdfast.errors import Gone, Mistake, NotFound, TimedOut
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from holdfast.transfer import Store
 from holdfast.transfer.queue import Item, open_queue
 from holdfast.transfer.queue.dataset import QueueDataset
@@ -109,57 +108,52 @@ def test_mistakes_are_told(ledger_url: str) -> None:
 
 @pytest.mark.long
 def test_killed_ranks_repeat_what_was_lost_and_nothing_else(
-    tmp_path: Path, ledger_url: str
+    tmp_path: Path, ledger_url: str, shm_url: str
 ) -> None:
     """Two ranks, killed with -9 at seeded moments: every step has its samples, on every try."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     luck = random.Random(seed)
-    store = f"shm://test-{uuid.uuid4().hex[:12]}?budget=64M&segment=4M"
+    store = f"{shm_url}?budget=64M&segment=4M"
     batch, world, steps = 4, 2, 6
     fill(store, ledger_url, batch * steps)
     how = {"folder": str(tmp_path), "store": store, "ledger": ledger_url}
     how |= {"batch": batch, "world": world, "steps": steps, "pause_s": 0.05}  # type: ignore[dict-item]
-    try:
-        for attempt in range(4):
-            with contextlib.ExitStack() as stack:
-                ranks = [
-                    stack.enter_context(
-                        spawn(
-                            [
-                                *(sys.executable, str(CHILD)),
-                                json.dumps({**how, "rank": rank, "attempt": attempt}),
-                            ],
-                            name=f"rank-{rank}-{attempt}",
-                            log=tmp_path / f"out-{attempt}-{rank}",
-                        )
+    for attempt in range(4):
+        with contextlib.ExitStack() as stack:
+            ranks = [
+                stack.enter_context(
+                    spawn(
+                        [
+                            *(sys.executable, str(CHILD)),
+                            json.dumps({**how, "rank": rank, "attempt": attempt}),
+                        ],
+                        name=f"rank-{rank}-{attempt}",
+                        log=tmp_path / f"out-{attempt}-{rank}",
                     )
-                    for rank in range(world)
-                ]
-                if attempt < 3:
-                    _kill_after(ranks, tmp_path, attempt, luck.randint(1, 3))
-                else:
-                    assert [rank.wait(60) for rank in ranks] == [0, 0]
-        for rank in range(world):
-            seen = {}
-            for line in (tmp_path / f"log-{rank}").read_text().splitlines():
-                told = json.loads(line)
-                assert told["keys"] == keys(told["step"], batch, rank, world), seed
-                assert told["sum"] == sum(4 * int(key[1:]) for key in told["keys"]), seed
-                seen[told["step"]] = True
-            assert sorted(seen) == list(range(1, steps + 1)), seed
+                )
+                for rank in range(world)
+            ]
+            if attempt < 3:
+                _kill_after(ranks, tmp_path, attempt, luck.randint(1, 3))
+            else:
+                assert [rank.wait(60) for rank in ranks] == [0, 0]
+    for rank in range(world):
+        seen = {}
+        for line in (tmp_path / f"log-{rank}").read_text().splitlines():
+            told = json.loads(line)
+            assert told["keys"] == keys(told["step"], batch, rank, world), seed
+            assert told["sum"] == sum(4 * int(key[1:]) for key in told["keys"]), seed
+            seen[told["step"]] = True
+        assert sorted(seen) == list(range(1, steps + 1)), seed
 
-        async def left() -> int:
-            async with ledgers.open(ledger_url) as ledger:
-                return len((await ledger.range("/runs/default/queue/q/steps/")).entries)
+    async def left() -> int:
+        async with ledgers.open(ledger_url) as ledger:
+            return len((await ledger.range("/runs/default/queue/q/steps/")).entries)
 
-        assert asyncio.run(left()) == 0
-        with transfer.connect(store) as opened:
-            assert opened.stat().keys == 0
-    finally:
-        from holdfast.transfer.shm import remove
-
-        remove(store.removeprefix("shm://").partition("?")[0])
+    assert asyncio.run(left()) == 0
+    with transfer.connect(store) as opened:
+        assert opened.stat().keys == 0
 
 
 def _kill_after(ranks: list[Child], folder: Path, attempt: int, count: int) -> None:

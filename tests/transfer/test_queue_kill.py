@@ -6,7 +6,6 @@ import json
 import random
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import transfer
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from holdfast.servers import RedisServer
 from holdfast.transfer.queue.overview import overview
-from holdfast.transfer.shm import remove
 
 CHILD = Path(__file__).with_name("queue_child.py")
 TASKS = ("train", "log")
@@ -53,9 +51,7 @@ class Crowd:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """A store that outlives its users, and its server if it has one."""
     if request.param == "shm":
-        name = f"test-{uuid.uuid4().hex[:12]}"
-        yield f"shm://{name}?budget=128M&segment=4M", None
-        remove(name)
+        yield f"{request.getfixturevalue('shm_url')}?budget=128M&segment=4M", None
         return
     with RedisServer(tmp_path / "redis") as server:
         yield f"redis://{server.host}:{server.port}", server

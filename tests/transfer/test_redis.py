@@ -8,6 +8,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,33 +21,38 @@ from holdfast.errors import (
     BatchFailed,
     Corrupt,
     Denied,
-    HoldfastError,
     Mistake,
     NoRoom,
     NotFound,
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from holdfast.retry import Policy
 from holdfast.servers import RedisServer
 from holdfast.transfer import Store
 from holdfast.transfer.redis import RedisBackend, from_url
 from holdfast.transfer.redis_pool import MOST_CONNECTIONS
-from holdfast.transfer.resp import Address, Answer, Refused, Wire, command
+from holdfast.transfer.resp import Address, Answer, Wire, command
 from patience import HANG_S
 from transfer.conftest import QUICK
+from transfer.outcomes import (
+    PATIENT,
+    fails,
+    lying_values,
+    never_mixed,
+    only_right_values,
+    together,
+)
 
+ONCE = Policy(attempts=1, deadline_s=10.0)
 PART = 1 << 16
 
 
 def ask(server: RedisServer, *words: str | bytes | int) -> Answer:
     """What the server itself says, by another connection."""
-    wire = Wire(Address(server.host, server.port), 5.0)
-    try:
+    with contextlib.closing(Wire(Address(server.host, server.port), 5.0)) as wire:
         return wire.ask([command(*words)])[0]
-    finally:
-        wire.close()
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
@@ -104,30 +111,23 @@ def test_large_and_small_replace_each_other(parted: Store) -> None:
 
 def test_parts_of_two_values_are_never_mixed(parted: Store) -> None:
     """Read part by part while it is replaced: one of them, or an error; never a mix."""
-    stop = threading.Event()
     parted.put({"k": np.zeros(20 * PART, np.uint8)})
-
-    def replace() -> None:
-        step = 0
-        while not stop.is_set():
-            step += 1
-            size = (20 - step % 3) * PART
-            parted.put({"k": np.full(size, step % 251, np.uint8)})
-
-    thread = threading.Thread(target=replace)
-    thread.start()
     good = 0
-    try:
-        for _ in range(60):
-            found = parted.get(["k"], partial=True)
-            good += len(found.values)
-            if found.values:
-                assert found.values["k"].min() == found.values["k"].max()
-            else:
-                assert isinstance(found.failures["k"], Corrupt)
-    finally:
-        stop.set()
-        thread.join()
+
+    def replace(step: int) -> None:
+        size = (20 - step % 3) * PART
+        parted.put({"k": np.full(size, step % 251, np.uint8)})
+
+    def read() -> None:
+        nonlocal good
+        found = parted.get(["k"], partial=True)
+        good += len(found.values)
+        if found.values:
+            assert found.values["k"].min() == found.values["k"].max()
+        else:
+            assert isinstance(found.failures["k"], Corrupt)
+
+    never_mixed(read, replace, rounds=60)
     assert good > 10
 
 
@@ -228,14 +228,12 @@ def test_a_late_put_cannot_overwrite_a_newer_one(own: RedisServer) -> None:
     """
     relay = Holding(own)
     with contextlib.closing(relay):
-        once = Policy(attempts=1, deadline_s=10.0)
         url = f"redis://127.0.0.1:{relay.port}?timeout=0.5"
-        with transfer.connect(url, once) as store, transfer.connect(own.url, once) as direct:
+        with transfer.connect(url, ONCE) as store, transfer.connect(own.url, ONCE) as direct:
             store.put({"warm": 1})
             relay.holding.set()
-            with pytest.raises(BatchFailed) as caught:
+            with fails({"k": UnknownOutcome}):
                 store.put({"k": b"old"})
-            assert isinstance(caught.value.failures["k"], UnknownOutcome)
             assert relay.held.is_set()
             relay.holding.clear()
             store.put({"k": b"new"})
@@ -309,24 +307,21 @@ def test_silence_has_an_end(own: RedisServer) -> None:
 
 def test_a_full_server_has_no_room(own: RedisServer) -> None:
     """And keeps what it has."""
-    with transfer.connect(own.url, Policy(attempts=1, deadline_s=5.0)) as store:
+    with transfer.connect(own.url, ONCE) as store:
         store.put({"k": b"old"})
         ask(own, "CONFIG", "SET", "maxmemory", "1")
         for value in (b"new", bytes(40 << 20)):
-            with pytest.raises(BatchFailed) as caught:
+            with fails({"k": NoRoom}):
                 store.put({"k": value})
-            assert isinstance(caught.value.failures["k"], NoRoom)
         assert store.get(["k"]) == {"k": b"old"}
         assert store.stat().budget == 1
 
 
 def test_a_server_that_only_reads_is_unavailable_for_puts(own: RedisServer) -> None:
-    with transfer.connect(own.url, Policy(attempts=1, deadline_s=5.0)) as store:
+    with transfer.connect(own.url, ONCE) as store:
         ask(own, "REPLICAOF", "127.0.0.1", "1")
-        with pytest.raises(BatchFailed) as caught:
+        with fails({"k": Unavailable}, match="READONLY"):
             store.put({"k": b"new"})
-        assert isinstance(caught.value.failures["k"], Unavailable)
-        assert "READONLY" in str(caught.value)
 
 
 def test_passwords(own: RedisServer) -> None:
@@ -355,7 +350,7 @@ def test_what_somebody_else_stored_is_corrupt(own: RedisServer) -> None:
     ask(own, "HSET", prefix + "almost", "size", "99999999999999", "part", "1", "0", "x" * 64)
     ask(own, "SET", prefix + "text", "hello")
     ask(own, "SET", prefix + "empty", "")
-    with transfer.connect(own.url, Policy(attempts=1, deadline_s=5.0)) as store:
+    with transfer.connect(own.url, ONCE) as store:
         names = ["list", "almost", "text", "empty"]
         found = store.get(names, partial=True)
         assert all(isinstance(found.failures[name], Corrupt) for name in names)
@@ -404,57 +399,36 @@ def test_connections_have_a_bound(redis_server: RedisServer, redis_url: str) -> 
             for _ in range(20):
                 store.get(["k"])
 
-        threads = [threading.Thread(target=work) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            clients = ask(redis_server, "CLIENT", "LIST")
-            assert isinstance(clients, bytearray)
-            most = max(most, clients.count(b"cmd=mget"))
+        with ThreadPoolExecutor(40) as pool:
+            working = [pool.submit(work) for _ in range(40)]
+            while not all(one.done() for one in working):
+                clients = ask(redis_server, "CLIENT", "LIST")
+                assert isinstance(clients, bytearray)
+                most = max(most, clients.count(b"cmd=mget"))
+        for one in working:
+            one.result()
         assert before == _number(ask(redis_server, "DBSIZE"))
         assert 0 < most <= MOST_CONNECTIONS
 
 
 # A line that lies
 
+LONG_LIE = pytest.param(200, 10_000, 6, marks=[pytest.mark.long, pytest.mark.timeout(600)])
 
-def _through_a_lying_line(server: RedisServer, rounds: int, every_bytes: int, seed: int) -> None:
-    rng = random.Random(seed)
-    values = {f"k{index}": rng.randbytes(rng.randrange(100, 3000)) for index in range(50)}
-    with transfer.connect(server.url) as direct:
+
+@pytest.mark.parametrize(("rounds", "every_bytes", "seed"), [(10, 40_000, 5), LONG_LIE])
+def test_no_wrong_value_over_a_line_that_flips_bits(
+    own: RedisServer, rounds: int, every_bytes: int, seed: int
+) -> None:
+    """500 gets, or 10,000: each is right, or an error; and nearly all are healed."""
+    values = lying_values(seed)
+    with transfer.connect(own.url) as direct:
         refs = direct.put(values)
-        with ProxyThread(server.host, server.port, seed=seed) as proxy:
+        with ProxyThread(own.host, own.port, seed=seed) as proxy:
             proxy.do(lambda it: it.corrupt(every_bytes=every_bytes))
             url = f"redis://127.0.0.1:{proxy.address[1]}?timeout=0.5"
-            policy = Policy(attempts=12, base_s=0.001, factor=1.5, max_s=0.02, deadline_s=60.0)
-            healed = reported = 0
-            with transfer.connect(url, policy) as store:
-                for step in range(rounds):
-                    found = store.get(refs.values() if step % 2 else refs, partial=True)
-                    for key, value in found.values.items():
-                        assert value == values[key], f"seed {seed}, round {step}: {key} is wrong"
-                    for error in found.failures.values():
-                        assert isinstance(error, Corrupt | Unavailable), f"seed {seed}: {error!r}"
-                    assert len(found.values) + len(found.failures) == len(values)
-                    healed += len(found.values)
-                    reported += len(found.failures)
-            flips = proxy.stats.flips
-        assert flips > rounds / 4, "the line did not lie enough"
-        assert healed > 0.9 * rounds * len(values)
-        print(f"{rounds * len(values)} gets, {flips} flipped bits, {reported} reported, 0 wrong")
-        direct.delete(values)
-
-
-def test_no_wrong_value_over_a_line_that_flips_bits(own: RedisServer) -> None:
-    """500 gets: each is right, or an error; and nearly all are healed."""
-    _through_a_lying_line(own, rounds=10, every_bytes=40_000, seed=5)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_no_wrong_value_over_a_line_that_flips_bits_long(own: RedisServer) -> None:
-    """10,000 gets."""
-    _through_a_lying_line(own, rounds=200, every_bytes=10_000, seed=6)
+            with transfer.connect(url, PATIENT) as store:
+                only_right_values(store, proxy, refs, values, rounds)
 
 
 def test_verify_reads_back_what_was_put(own: RedisServer) -> None:
@@ -493,33 +467,28 @@ def test_no_acknowledged_put_is_lost_by_kill_9(own: RedisServer) -> None:
     """
     stop = threading.Event()
     done: dict[str, list[tuple[transfer.Ref, bytes]]] = {}
-    failed: list[Exception] = []
     policy = Policy(attempts=60, base_s=0.02, factor=1.5, max_s=0.2, deadline_s=60.0)
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        try:
-            with transfer.connect(own.url + "?timeout=2", policy) as store:
-                while not stop.is_set():
-                    keys = [f"{number}/{rng.randrange(300)}" for _ in range(5)]
-                    values = {key: rng.randbytes(rng.randrange(1, 2000)) for key in keys}
-                    for key, ref in store.put(values).items():
-                        done.setdefault(key, []).append((ref, values[key]))
-        except HoldfastError as error:
-            failed.append(error)
+        with transfer.connect(own.url + "?timeout=2", policy) as store:
+            while not stop.is_set():
+                keys = [f"{number}/{rng.randrange(300)}" for _ in range(5)]
+                values = {key: rng.randbytes(rng.randrange(1, 2000)) for key in keys}
+                for key, ref in store.put(values).items():
+                    done.setdefault(key, []).append((ref, values[key]))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        known = sum(map(len, done.values()))
-        wait_for(lambda known=known: sum(map(len, done.values())) > known + 100, 30.0)  # type: ignore[misc]
-        own.kill()
-        own.restart()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    def kill() -> None:
+        try:
+            for _ in range(3):
+                known = sum(map(len, done.values()))
+                wait_for(lambda known=known: sum(map(len, done.values())) > known + 100)  # type: ignore[misc]
+                own.kill()
+                own.restart()
+        finally:
+            stop.set()
+
+    together([kill, *(partial(work, number) for number in range(3))])
     own.kill()
     own.restart()
     with transfer.connect(own.url) as store:
@@ -530,17 +499,12 @@ def test_no_acknowledged_put_is_lost_by_kill_9(own: RedisServer) -> None:
 
 def test_after_a_restart_old_connections_do_no_harm(own: RedisServer) -> None:
     """Those that were open are found out before they are used."""
-    with transfer.connect(own.url, Policy(attempts=1, deadline_s=5.0)) as store:
+    with transfer.connect(own.url, ONCE) as store:
         values = {f"k{index}": bytes(100) for index in range(20_000)}
         refs = store.put(values)
         own.kill()
         own.restart()
         assert store.get(refs.values()) == values
         own.kill()
-        with pytest.raises(BatchFailed) as caught:
+        with fails({"k1": Unavailable}):
             store.get(["k1"])
-        assert isinstance(caught.value.failures["k1"], Unavailable)
-
-
-def test_errors_carry_what_the_server_said() -> None:
-    assert Refused("OOM command not allowed").code == "OOM"

@@ -2,9 +2,6 @@
 
 import asyncio
 import os
-import uuid
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,19 +9,10 @@ from click.testing import CliRunner
 
 from holdfast import transfer
 from holdfast.errors import Conflict, Mistake, NotFound
-from holdfast.transfer import shm
 from holdfast.transfer.commands import transfer as command
 from holdfast.transfer.queue import Item, open_queue
 from holdfast.transfer.queue.overview import names
 from holdfast.transfer.removal import remove_store
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield f"shm://{name}"
-    with suppress(NotFound):
-        shm.remove(name, force=True)
 
 
 def say(*args: str) -> str:
@@ -34,37 +22,37 @@ def say(*args: str) -> str:
     return done.output
 
 
-def test_a_store_in_shared_memory_is_removed_when_nobody_uses_it(url: str) -> None:
+def test_a_store_in_shared_memory_is_removed_when_nobody_uses_it(shm_url: str) -> None:
     """In use it is refused, with the process that uses it; otherwise its memory is free."""
-    with transfer.connect(f"{url}?budget=64M&segment=4M") as store:
+    with transfer.connect(f"{shm_url}?budget=64M&segment=4M") as store:
         store.put({"a": bytes(5 << 20), "b": b""})
         with pytest.raises(Conflict, match=rf"is in use by process {os.getpid()}\. .*--force"):
-            say("rm", url)
+            say("rm", shm_url)
         assert store.get(["b"]) == {"b": b""}
-        line = next(line for line in say("stores").splitlines() if url in line)
+        line = next(line for line in say("stores").splitlines() if shm_url in line)
         assert str(os.getpid()) in line
-    assert say("rm", url).startswith(f"removed {url}: 2 values, ")
-    assert url not in say("stores")
+    assert say("rm", shm_url).startswith(f"removed {shm_url}: 2 values, ")
+    assert shm_url not in say("stores")
     with pytest.raises(NotFound):
-        say("rm", url)
+        say("rm", shm_url)
 
 
-def test_force_removes_a_store_in_use(url: str) -> None:
+def test_force_removes_a_store_in_use(shm_url: str) -> None:
     """Its users hear that it was removed; a new store of that name is empty."""
-    with transfer.connect(url) as store:
+    with transfer.connect(shm_url) as store:
         store.put({"a": b"1"})
-        assert "removed" in say("rm", url, "--force")
-        with transfer.connect(url) as other:
+        assert "removed" in say("rm", shm_url, "--force")
+        with transfer.connect(shm_url) as other:
             assert other.stat().keys == 0
 
 
-def test_a_queue_is_removed_with_its_records(url: str, tmp_path: Path) -> None:
+def test_a_queue_is_removed_with_its_records(shm_url: str, tmp_path: Path) -> None:
     """Only that queue: another one in the same store and ledger stays as it is."""
     ledger = f"sqlite:///{tmp_path / 'run.db'}"
-    which = ("rm", url, "--queue", "rollouts", "--ledger", ledger)
-    with open_queue(url, ledger, "other", ["train"]) as other:
+    which = ("rm", shm_url, "--queue", "rollouts", "--ledger", ledger)
+    with open_queue(shm_url, ledger, "other", ["train"]) as other:
         other.put([Item("s", {"x": 1})])
-        with open_queue(url, ledger, "rollouts", ["train"]) as queue:
+        with open_queue(shm_url, ledger, "rollouts", ["train"]) as queue:
             queue.put([Item(f"s{at}", {"x": bytes(100)}) for at in range(200)])
             with pytest.raises(Conflict, match=r"has 1 member: member-\S+ \(process \d+ on"):
                 say(*which)
@@ -72,7 +60,7 @@ def test_a_queue_is_removed_with_its_records(url: str, tmp_path: Path) -> None:
         assert "200 values" in told
         assert asyncio.run(names(ledger, "default")) == ["other"]
         assert say(*which).startswith("removed the queue rollouts of run default: 0 values")
-        with open_queue(url, ledger, "rollouts", ["train", "more"]) as again:
+        with open_queue(shm_url, ledger, "rollouts", ["train", "more"]) as again:
             assert all(again.put([Item("s1", {"x": 2})]).values()), "it is a new queue"
         assert other.claim("train", 1).fetch() == [{"x": 1}]
 

@@ -114,8 +114,9 @@ def test_a_get_that_never_succeeds_names_the_key(
         shaky.get(refs.values())
     error = caught.value
     assert list(error.failures) == [BAD]
-    wanted = Unavailable if isinstance(fault, Exception) else Corrupt
-    assert isinstance(error.failures[BAD], wanted)
+    wanted, why = Unavailable if isinstance(fault, Exception) else Corrupt, error.failures[BAD]
+    assert isinstance(why, wanted)
+    assert (why.key, str(why).startswith(f"{BAD}: ")) == (BAD, True)
     assert BAD in str(error)
     assert same(error.values, {key: values[key] for key in KEYS if key != BAD})
     assert sent(broken, "get")[POLICY.attempts] == [BAD]

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +17,7 @@ from holdfast import transfer
 from holdfast.errors import Fenced, Gone, Mistake, NoRoom, TimedOut, UnknownOutcome
 from holdfast.ledger import Ledger, LiveRuntime, unchanged
 from holdfast.ledger.records import put as write
+from holdfast.timeouts import Timeouts
 from holdfast.transfer import Store
 from holdfast.transfer.commands import queue as queue_command
 from holdfast.transfer.memory import MemoryBackend
@@ -31,6 +31,23 @@ LIMIT_S = HANG_S
 
 Opener = Callable[..., Awaitable[Queue]]
 Hook = Callable[[Any], Awaitable[Any]]
+
+
+async def hang(_: Any) -> None:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+
+
+async def lost(_: Any) -> None:
+    """Lose the answer."""
+    raise UnknownOutcome("the answer was lost")
+
+
+async def cut_off(work: Awaitable[object]) -> None:
+    """Make a call that hangs, and give up on it."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await work
 
 
 class Gate:
@@ -171,16 +188,9 @@ async def test_a_put_that_was_cancelled_and_is_repeated_keeps_its_payload(
     """The first put came true unseen; the second must not replace what it recorded."""
     queue = await opener()
     await queue._desk.seat()
-    forever = asyncio.Event()
-
-    async def hang(_: Any) -> None:
-        await forever.wait()
-
     gate(queue).after.append(hang)
     seen, queue._desk.view.unknown = queue._desk.view.unknown, list  # type: ignore[method-assign, assignment]
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await queue.put([Item("s", {"x": 1})])
+    await cut_off(queue.put([Item("s", {"x": 1})]))
 
     async def look(_: Any = None) -> None:
         queue._desk.view.unknown = seen  # type: ignore[method-assign]
@@ -213,15 +223,8 @@ async def test_an_acknowledgement_whose_answer_was_lost_can_be_repeated(
     queue, other = await opener(), await opener()
     await queue.put(items(50))
     batch = await queue.claim("train", 3)
-    forever = asyncio.Event()
-
-    async def hang(_: Any) -> None:
-        await forever.wait()
-
     gate(queue).after.append(hang)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await batch.acknowledge(["s0"])
+    await cut_off(batch.acknowledge(["s0"]))
     for _ in range(others):  # so many that the names of old acknowledgements are forgotten
         await (await other.claim("train", 1)).acknowledge()
     await batch.acknowledge()
@@ -238,11 +241,11 @@ async def test_an_error_after_an_unknown_outcome_is_not_called_retriable(
     runtime = queue.runtime
     assert isinstance(runtime, Runtime)
 
-    async def lost(_: Any) -> None:
+    async def too_late(answer: Any) -> None:
         runtime.ahead_s += 1000.0
-        raise UnknownOutcome("the answer was lost")
+        await lost(answer)
 
-    gate(queue).after.append(lost)
+    gate(queue).after.append(too_late)
     with contextlib.suppress(UnknownOutcome):
         await batch.acknowledge()
 
@@ -284,15 +287,8 @@ async def test_a_claim_that_is_cancelled_after_it_was_written_is_free_again(
 ) -> None:
     queue = await opener()
     await queue.put(items(1, version=0) + items(1, first=1, version=9))
-    forever = asyncio.Event()
-
-    async def hang(_: Any) -> None:
-        await forever.wait()
-
     queue._tidying.free = hang  # type: ignore[method-assign, assignment]
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await queue.claim("train", 1, max_lag=1)
+    await cut_off(queue.claim("train", 1, max_lag=1))
     del queue._tidying.free
     await queue.tidy()
     assert (await queue.claim("train", 1, timeout_s=1)).keys == ["s1"]
@@ -322,11 +318,6 @@ async def test_nonsense_in_a_claim_is_a_mistake(opener: Opener, bad: dict[str, A
     assert queue.behind()["train"] == 2
 
 
-async def test_fields_of_a_task_are_a_list(ledger: Ledger, store: Store) -> None:
-    with pytest.raises(Mistake, match="tokens"):
-        Queue(store, ledger, "q", {"train": "tokens"})
-
-
 async def test_everything_that_a_claim_dropped_is_told(opener: Opener) -> None:
     """Also what it dropped while it still waited for enough."""
     queue = await opener()
@@ -343,9 +334,6 @@ async def test_a_claim_whose_answer_was_lost_keeps_the_order_of_its_sampler(
 ) -> None:
     queue = await opener()
     await queue.put([Item(f"s{at}", {"x": at}, tags={"n": at}) for at in range(4)])
-
-    async def lost(_: Any) -> None:
-        raise UnknownOutcome("the answer was lost")
 
     await queue._desk.seat()
     gate(queue).after.append(lost)
@@ -455,11 +443,19 @@ async def test_a_queue_that_is_closed_gives_nothing_and_holds_nobody(
 # ---- the store and the commands -------------------------------------------------
 
 
-def test_every_row_that_is_asked_for_is_there(store: Store) -> None:
-    """A key that is asked for twice would give fewer rows, and the rest in other places."""
-    store.put_rows(["a", "b"], np.arange(6).reshape(2, 3))
-    with pytest.raises(Mistake, match="twice"):
-        store.get_rows(["a", "b", "a"])
+async def test_the_times_of_the_table_are_kept() -> None:
+    """A store has its own; a queue has those of its ledger, unless it is told."""
+    times = Timeouts(store_deadline_s=7.0, member_lease_s=4.0, queue_call_s=0.2)
+    store = transfer.connect("memory:", timeouts=times)
+    assert store.policy.deadline_s == 7.0
+    with pytest.raises(Mistake, match="store_call_s < store_deadline_s"):
+        transfer.connect("memory:", timeouts=Timeouts(store_deadline_s=1.0))
+    async with ledgers.open("memory:", timeouts=times) as ledger:
+        queue = Queue(store, ledger, "q", ["train"])
+        assert (queue._lease_s, Queue(store, ledger, "q", lease_s=9.0)._lease_s) == (4.0, 9.0)
+        async with queue:
+            with pytest.raises(TimedOut):
+                await queue.claim("train", 1)
 
 
 class Parts(MemoryBackend):

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from holdfast import procs
+from holdfast import proc
 
 LIMIT_S = 60.0
 
@@ -75,7 +75,7 @@ async def tab(program: str, folder: Path, url: str) -> AsyncIterator[Tab]:
     profile = folder / "profile"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     command = [program, *flags, f"--user-data-dir={profile}", "about:blank"]
-    child = procs.spawn(command, name="chromium", log=folder / "chromium.log")
+    child = proc.spawn(command, name="chromium", log=folder / "chromium.log")
     try:
         told = profile / "DevToolsActivePort"
         async with asyncio.timeout(LIMIT_S):

@@ -6,7 +6,11 @@ event's fields is felt here.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
 
 from holdfast.chaos import runs as chaos
 from holdfast.events import Event, EventLog
@@ -16,10 +20,30 @@ from holdfast.launch import crew, warm, workers
 from holdfast.rollout import happenings as rollout
 from holdfast.run import happenings as run
 from holdfast.trainer import journal, runner
+from holdfast.views.told import known, parse
 from holdfast.weights import publisher
 
+_BLANKS: dict[object, object] = {
+    str: "",
+    int: 0,
+    float: 0.0,
+    bool: False,
+    tuple[str, ...]: (),
+}
 BEGAN = 1_800_000_000.0
 JOB = "acct/train"
+
+
+def told(
+    kind: str, at: float, process: str, pid: int, seq: int, fields: Mapping[str, Any] = {}
+) -> Event:
+    """The event that a line gives which says this, and of the rest of its fields nothing."""
+    form = known().get(kind, Event)
+    line = {name: _BLANKS.get(one) for name, one in get_type_hints(form).items()}
+    stamps = {"type": kind, "at": at, "process": process, "pid": pid, "seq": seq}
+    event = parse(msgspec.json.encode({**line, **fields, **stamps}))
+    assert event is not None
+    return event
 
 
 class Writer:

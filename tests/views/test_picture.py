@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.events import Event, Unknown
 from holdfast.run import happenings as run
 from holdfast.views.curve import Curve
 from holdfast.views.picture import MAX_ENTRIES, MAX_NOISE, MAX_VERSIONS, Picture
 from holdfast.views.snapshot import prometheus, snapshot, summary
 from holdfast.views.tail import look
-from holdfast.views.told import Told
+from holdfast.views.told import known, parse
 
-from .logs import BEGAN, House, storm
+from .logs import BEGAN, House, storm, told
 
 
 def test_a_calm_run_has_no_fault(tmp_path: Path) -> None:
@@ -106,15 +107,15 @@ def test_events_that_come_twice_count_once(tmp_path: Path) -> None:
     picture = Picture()
     keys = ["1/0/0", "1/0/1"]
     for _ in range(2):
-        picture.take(Told("rollout.made", 1.0, "r", 5, 1, _made(1, keys)))
+        picture.take(told("rollout.made", 1.0, "r", 5, 1, _made(1, keys)))
     assert picture.queue == 2
-    picture.take(Told("step.acknowledged", 2.0, "o", 6, 1, {"step": 1, "keys": keys}))
-    picture.take(Told("step.acknowledged", 2.1, "o", 7, 1, {"step": 1, "keys": keys}))
-    picture.take(Told("rollout.made", 2.2, "r", 5, 1, _made(1, keys)))
+    picture.take(told("step.acknowledged", 2.0, "o", 6, 1, {"step": 1, "keys": keys}))
+    picture.take(told("step.acknowledged", 2.1, "o", 7, 1, {"step": 1, "keys": keys}))
+    picture.take(told("rollout.made", 2.2, "r", 5, 1, _made(1, keys)))
     assert (picture.queue, picture.made, picture.acknowledged) == (0, 2, 2)
     for at in (3.0, 9.0):
-        picture.take(Told("step.trained", at, "o", 7, 1, {"step": 1, "reward": 0.5}))
-    picture.take(Told("step.trained", 10.0, "o", 7, 1, {"step": 2, "reward": 0.5}))
+        picture.take(told("step.trained", at, "o", 7, 1, {"step": 1, "reward": 0.5}))
+    picture.take(told("step.trained", 10.0, "o", 7, 1, {"step": 2, "reward": 0.5}))
     assert picture.faults.pace_s() == 7.0
     assert len(picture.train) == 2
 
@@ -127,7 +128,7 @@ def test_a_loss_that_is_no_number_is_still_a_step() -> None:
     """JSON writes NaN as null: the step counts, and the snapshot stays valid JSON."""
     picture = Picture()
     fields = {"step": 1, "loss": None, "grad_norm": None, "reward": 0.5, "exact": 0.0}
-    picture.take(Told("step.trained", 1.0, "o", 7, 1, fields))
+    picture.take(told("step.trained", 1.0, "o", 7, 1, fields))
     assert picture.step == 1
     assert math.isnan(picture.train.points()[0][3])
     assert json.loads(msgspec.json.encode(snapshot(picture)))["train"][0][3] is None
@@ -145,11 +146,11 @@ def test_memory_is_bounded() -> None:
     picture = Picture()
     for step in range(1, 6000):
         at = float(step)
-        picture.take(Told("rollout.made", at, "r", 5, step, _made(step, [f"{step}"])))
-        picture.take(Told("step.trained", at, "o", 6, step, {"step": step, "version": step}))
+        picture.take(told("rollout.made", at, "r", 5, step, _made(step, [f"{step}"])))
+        picture.take(told("step.trained", at, "o", 6, step, {"step": step, "version": step}))
         died = {"part": f"p{step}", "child": step + 9, "code": 1}
-        picture.take(Told("part.died", at, "s", 4, step, died))
-        picture.take(Told(f"strange.k{step}", at, f"process {step}", 10000 + step, 1))
+        picture.take(told("part.died", at, "s", 4, step, died))
+        picture.take(told(f"strange.k{step}", at, f"process {step}", 10000 + step, 1))
     assert len(picture.train) <= 1001
     assert picture.train.points()[-1][0] == 5999
     assert len(picture.versions) <= MAX_VERSIONS
@@ -157,6 +158,25 @@ def test_memory_is_bounded() -> None:
     assert len(picture.members.known) <= 300
     assert len(picture.counts) <= 302
     assert len(msgspec.json.encode(snapshot(picture))) < 2_000_000
+
+
+def test_whatever_makes_the_picture_has_a_class() -> None:
+    """Each event that changes the picture is declared by the part that tells of it."""
+    assert set(Picture._takers) <= set(known())
+
+
+def test_an_event_of_another_version_is_listed_and_changes_nothing() -> None:
+    """Neither an unknown type nor a known one in another form does any harm."""
+    picture = Picture()
+    for line in (b'{"type":"step.dreamt","at":1,"step":3}', b'{"type":"step.trained","step":"x"}'):
+        event = parse(line)
+        assert isinstance(event, Unknown)
+        picture.take(event)
+    assert (picture.step, picture.serial) == (0, 2)
+    assert [one.text for one in picture.entries()] == ["step=3", "step=x"]
+    newer = run.Acknowledged(step=1, keys=("k",))
+    line = msgspec.json.encode({**msgspec.to_builtins(newer), "newer": 1})
+    assert parse(line) == newer
 
 
 KINDS = [*sorted(Picture._takers), "run.begun", "other.kind"]
@@ -174,7 +194,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
 @given(
     st.lists(
         st.builds(
-            Told,
+            told,
             st.sampled_from(KINDS),
             st.floats(0, 100),
             st.sampled_from(["supervisor", "acct/j e1-c1-r0-5", "acct/j e1-c2-r0-6", "x", ""]),
@@ -185,7 +205,7 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
         max_size=60,
     )
 )
-def test_nothing_upsets_it(events: list[Told]) -> None:
+def test_nothing_upsets_it(events: list[Event]) -> None:
     """Any events in any order give a picture, a snapshot and metrics."""
     picture = Picture()
     for event in events:
@@ -213,7 +233,8 @@ def test_a_curve_keeps_its_shape() -> None:
 def test_views_need_no_torch() -> None:
     """Looking at a run does not load what trains it."""
     code = (
-        "import sys, holdfast.views.process, holdfast.views.report; "
+        "import sys, holdfast.views.process, holdfast.views.report, holdfast.views.told as told; "
+        "told.known(); "
         "sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -223,11 +244,11 @@ def test_who_survives_the_supervisor_lives_on() -> None:
     """A process that was not the supervisor's, and writes on after its death, did not die."""
     picture = Picture()
     begun = {"run": "r", "seed": 1, "steps": 9, "resumed": True}
-    picture.take(Told("run.begun", 1.0, "supervisor", 10, 1, begun))
-    picture.take(Told("chaos.healed", 2.0, "chaos", 20, 1, {}))
-    picture.take(Told("run.begun", 5.0, "supervisor", 30, 1, begun))
+    picture.take(told("run.begun", 1.0, "supervisor", 10, 1, begun))
+    picture.take(told("chaos.healed", 2.0, "chaos", 20, 1, {}))
+    picture.take(told("run.begun", 5.0, "supervisor", 30, 1, begun))
     assert picture.members.known["chaos"].state == "down"
-    picture.take(Told("chaos.healed", 6.0, "chaos", 20, 2, {}))
+    picture.take(told("chaos.healed", 6.0, "chaos", 20, 2, {}))
     assert picture.members.known["chaos"].state == "up"
     assert picture.members.known["chaos"].deaths == 0
     assert picture.members.known["supervisor"].deaths == 1
@@ -241,10 +262,10 @@ def test_ranks_of_an_old_crew_are_gone() -> None:
         (1.1, "a/j e1-c1-r1-6", 6),
         (4.0, "a/j e1-c1-r0-5", 5),
     ):
-        picture.take(Told("trainer.seated", at, process, pid, 1, {}))
+        picture.take(told("trainer.seated", at, process, pid, 1, {}))
     struck = {"clause": "trainer.rank0@step 1", "target": "trainer.rank0", "victim": 5}
-    picture.take(Told("chaos.struck", 7.0, "chaos", 9, 1, {**struck, "action": "kill"}))
-    picture.take(Told("trainer.seated", 9.0, "a/j e1-c2-r0-7", 7, 1, {}))
+    picture.take(told("chaos.struck", 7.0, "chaos", 9, 1, {**struck, "action": "kill"}))
+    picture.take(told("trainer.seated", 9.0, "a/j e1-c2-r0-7", 7, 1, {}))
     [dead, alive] = picture.members.known["trainer rank 0"].lives
     assert (dead.how, dead.ended, alive.after_s) == ("died", 7.0, 2.0)
     [stopped] = picture.members.known["trainer rank 1"].lives
@@ -257,11 +278,11 @@ def test_a_checkpoint_is_no_version_of_the_run() -> None:
     """Only what a step has made or a replica serves counts, with its own size and time."""
     picture = Picture()
     for at, number, size in ((1.0, 50, 900), (2.0, 3, 900), (3.0, 3, 100)):
-        picture.take(Told("weights.published", at, "t", 5, 1, {"version": number, "bytes": size}))
+        picture.take(told("weights.published", at, "t", 5, 1, {"version": number, "bytes": size}))
     made = {"step": 3, "version": 3, "content": "c"}
-    picture.take(Told("step.trained", 3.1, "o", 6, 1, made))
-    picture.take(Told("weights.published", 4.0, "t", 5, 1, {"version": 3, "bytes": 900}))
-    picture.take(Told("rollout.loaded", 5.0, "replica-0", 7, 1, {"version": 3}))
+    picture.take(told("step.trained", 3.1, "o", 6, 1, made))
+    picture.take(told("weights.published", 4.0, "t", 5, 1, {"version": 3, "bytes": 900}))
+    picture.take(told("rollout.loaded", 5.0, "replica-0", 7, 1, {"version": 3}))
     assert picture.version == 3
     version = picture.versions[3]
     assert (version.published, version.bytes, version.acknowledged) == (3.0, 100, ["replica-0"])
@@ -272,14 +293,14 @@ def test_nodes_ranks_and_spares() -> None:
     picture = Picture()
 
     def say(at: float, node: str, pid: int, kind: str, **fields: object) -> None:
-        picture.take(Told(f"launch.{kind}", at, node, pid, 1, {"run": "r.1", **fields}))
+        picture.take(told(f"launch.{kind}", at, node, pid, 1, {"run": "r.1", **fields}))
 
     for node, pid, rank in (("n1", 11, 1), ("n2", 12, 0)):
         say(1.0, node, pid, "worker.started", cycle=1, rank=rank, worker_pid=100 + rank)
     say(1.5, "n0", 10, "warm.ready", child_pid=200)
     assert picture.spare_nodes() == ["trainer node n0"]
     assert len(picture.members.spares) == 1
-    picture.take(Told("trainer.seated", 4.0, "a/j e1-c1-r0-100", 100, 1, {}))
+    picture.take(told("trainer.seated", 4.0, "a/j e1-c1-r0-100", 100, 1, {}))
     say(5.0, "n1", 11, "crew.ended", cycle=1, cause="rank 1 failed")
     say(6.0, "n1", 11, "worker.started", cycle=2, rank=1, worker_pid=111)
     ranks = [picture.members.known[f"trainer rank {rank}"].lives for rank in (0, 1)]
@@ -288,7 +309,7 @@ def test_nodes_ranks_and_spares() -> None:
     assert picture.members.deaths() == 0
     assert picture.spare_nodes() == ["trainer node n0", "trainer node n2"]
     struck = {"clause": "c", "target": "trainer.agent", "victim": 10, "action": "kill"}
-    picture.take(Told("chaos.struck", 7.0, "chaos", 9, 1, struck))
+    picture.take(told("chaos.struck", 7.0, "chaos", 9, 1, struck))
     assert picture.spare_nodes() == ["trainer node n2"]
     assert not picture.members.spares, "what it kept warm died with it"
 
@@ -296,12 +317,12 @@ def test_nodes_ranks_and_spares() -> None:
 def test_quiet_nodes_live_as_long_as_their_host() -> None:
     """A node that has nothing to tell, and a rank that tells nothing, end with the host."""
     picture = Picture()
-    picture.take(Told("part.started", 1.0, "supervisor", 1, 1, {"part": "host", "child": 10}))
+    picture.take(told("part.started", 1.0, "supervisor", 1, 1, {"part": "host", "child": 10}))
     worker = {"run": "r", "cycle": 1, "rank": 1, "slot": 0, "worker_pid": 30, "warm": True}
-    picture.take(Told("launch.worker.started", 2.0, "n0", 20, 1, worker))
+    picture.take(told("launch.worker.started", 2.0, "n0", 20, 1, worker))
     died = {"part": "host", "child": 10, "code": -9, "lived_s": 49.0}
-    picture.take(Told("part.died", 50.0, "supervisor", 1, 2, died))
-    picture.take(Told("launch.worker.started", 55.0, "n0", 21, 1, {**worker, "worker_pid": 31}))
+    picture.take(told("part.died", 50.0, "supervisor", 1, 2, died))
+    picture.take(told("launch.worker.started", 55.0, "n0", 21, 1, {**worker, "worker_pid": 31}))
     for name in ("trainer node n0", "trainer rank 1"):
         first, second = picture.members.known[name].lives
         assert (first.ended, first.how) == (50.0, "stopped")

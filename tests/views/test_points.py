@@ -6,14 +6,14 @@ from pathlib import Path
 
 from holdfast.chaos.plan import parse
 from holdfast.chaos.runs import Planned
+from holdfast.events import Event
 from holdfast.faults import FaultFired, catalogue
 from holdfast.views.picture import Picture
 from holdfast.views.points import of_a_run
 from holdfast.views.report import write_report
 from holdfast.views.tail import look
-from holdfast.views.told import Told
 
-from .logs import House
+from .logs import House, told
 
 PLAN = (
     "trainer.rank1@trainer.save.kept; trainer.rank0@trainer.result.after 3;"
@@ -29,8 +29,8 @@ def planned(plan: str = PLAN) -> Planned:
     return Planned(clauses=tuple(map(str, clauses)), points=points)
 
 
-def fired(point: str, hit: int) -> Told:
-    return Told("fault.fired", 1.0, "o", 5, 1, {"point": point, "action": "kill", "hit": hit})
+def fired(point: str, hit: int) -> Event:
+    return told("fault.fired", 1.0, "o", 5, 1, {"point": point, "action": "kill", "hit": hit})
 
 
 def test_each_hit_of_a_point_counts_for_itself() -> None:
@@ -53,7 +53,7 @@ def test_what_chaos_saw_counts_too() -> None:
     picture = Picture()
     picture.take(planned())
     struck = {"clause": "trainer.rank0@trainer.result.after 3", "target": "trainer.rank0"}
-    picture.take(Told("chaos.struck", 1.0, "chaos", 9, 2, {**struck, "action": "kill"}))
+    picture.take(told("chaos.struck", 1.0, "chaos", 9, 2, {**struck, "action": "kill"}))
     assert picture.points.facts()["hit"] == ["trainer.result.after 3"]
 
 

@@ -4,9 +4,10 @@ import json
 import threading
 from pathlib import Path
 
+from holdfast.events import Event
 from holdfast.views.picture import Picture
 from holdfast.views.tail import Live, Tail
-from holdfast.views.told import Told
+from holdfast.views.told import kind_of
 from patience import HANG_S
 
 from .logs import House
@@ -20,8 +21,8 @@ def line(at: float, kind: str = "a.b", **fields: object) -> bytes:
     )
 
 
-def kinds(events: list[Told]) -> list[str]:
-    return [event.kind for event in events]
+def kinds(events: list[Event]) -> list[str]:
+    return [kind_of(event) for event in events]
 
 
 def test_files_that_appear_and_grow(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from holdfast.views.drawing import draw, sparkline
 from holdfast.views.picture import Picture
 from holdfast.views.tail import look
 from holdfast.views.terminal import Viewer, watch
-from holdfast.views.told import Told
 from patience import HANG_S
 
-from .logs import House, storm
+from .logs import House, storm, told
 
 
 def test_plain_lines(tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_what_others_write_cannot_move_the_cursor(tmp_path: Path) -> None:
     """Control characters and markup in events are shown as text."""
     picture = Picture()
     evil = {"part": "x\x1b[2J[red]", "child": 3, "life": 1}
-    picture.take(Told("part.started", 1.0, "super\x1b]0;visor", 2, 1, evil))
+    picture.take(told("part.started", 1.0, "super\x1b]0;visor", 2, 1, evil))
     out = io.StringIO()
     Console(file=out, width=100, force_terminal=False).print(draw(picture))
     assert "\x1b" not in out.getvalue()

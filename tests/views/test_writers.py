@@ -8,18 +8,17 @@ import pytest
 from holdfast.errors import MissingPackage
 from holdfast.views.picture import Picture
 from holdfast.views.tail import look
-from holdfast.views.told import Told
 from holdfast.views.writers import metrics, scalars, write_tensorboard, write_wandb
 
-from .logs import storm
+from .logs import storm, told
 
 
 def test_scalars_by_step() -> None:
     """What training and evaluation say of a step is together; what is no number is left out."""
     picture = Picture()
     trained = {"step": 2, "reward": 0.5, "exact": 0.25, "loss": None, "grad_norm": 1.0}
-    picture.take(Told("step.trained", 1.0, "o", 5, 1, trained))
-    picture.take(Told("eval.done", 1.1, "o", 5, 2, {"step": 2, "exact": 0.75, "reward": 0.9}))
+    picture.take(told("step.trained", 1.0, "o", 5, 1, trained))
+    picture.take(told("eval.done", 1.1, "o", 5, 2, {"step": 2, "exact": 0.75, "reward": 0.9}))
     assert list(scalars(picture)) == [
         (
             2,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import faults, ledger, procs
+from holdfast import faults, ledger, proc
 from holdfast.ledger import Ledger
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.layout import Layout
@@ -30,7 +30,7 @@ LIMIT_S = HANG_S
 class Kid:
     """A running child. Every wait has a limit and tells what it waited for."""
 
-    def __init__(self, child: procs.Child, faults_log: Path | None = None) -> None:
+    def __init__(self, child: proc.Child, faults_log: Path | None = None) -> None:
         assert child.process.stdout is not None
         assert child.process.stdin is not None
         self.child = child
@@ -101,7 +101,7 @@ def start(
     if fault:
         log = folder / f"faults-{what}-{time.monotonic_ns()}"
         env |= {faults.PLAN_VARIABLE: fault, faults.LOG_VARIABLE: str(log)}
-    with procs.spawn(
+    with proc.spawn(
         [*under, sys.executable, str(CHILDREN), what, json.dumps(args)],
         name=what,
         env=env,

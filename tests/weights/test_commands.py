@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.cli import main
 from holdfast.errors import Corrupt
 from holdfast.text import parse_bytes, size, table
@@ -83,10 +83,10 @@ class Place:
 
         asyncio.run(work())
 
-    def consumer(self, name: str, number: int, lease_s: float = 30) -> procs.Child:
+    def consumer(self, name: str, number: int, lease_s: float = 30) -> proc.Child:
         """A live consumer that serves, pins and has staged a version."""
         log = self.root / f"{name}.log"
-        child = procs.spawn(
+        child = proc.spawn(
             [*WORKER, "consume", str(self.root), self.url, name, str(number), str(lease_s)],
             log=log,
             stdin=subprocess.PIPE,
@@ -387,16 +387,16 @@ def test_a_dry_run_leaves_versions_of_others_too(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def watching(place: Place) -> Iterator[tuple[procs.Child, Callable[[], str]]]:
+def watching(place: Place) -> Iterator[tuple[proc.Child, Callable[[], str]]]:
     """A shell that watches."""
     log = place.root / "watch.log"
-    with procs.spawn([*HOLDFAST, "weights", "watch", place.path, "--json"], log=log) as child:
+    with proc.spawn([*HOLDFAST, "weights", "watch", place.path, "--json"], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         yield child, log.read_text
 
 
 def test_watch_follows_other_processes(
-    place: Place, watching: tuple[procs.Child, Callable[[], str]]
+    place: Place, watching: tuple[proc.Child, Callable[[], str]]
 ) -> None:
     """Published by one, pinned and acknowledged by another that leaves, by a third that dies;
     Ctrl-C ends it without a word."""
@@ -440,7 +440,7 @@ def test_watch_follows_other_processes(
 def test_watch_for_people_stops_after_a_count(place: Place) -> None:
     log = place.root / "watch.log"
     words = ["weights", "watch", place.path, "--count", "2"]
-    with procs.spawn([*HOLDFAST, *words], log=log) as child:
+    with proc.spawn([*HOLDFAST, *words], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         place.publish(5)
         assert child.wait(HANG_S) == 0
@@ -478,7 +478,7 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
     assert "only its structure was checked" in _run("weights", "verify", path)
     assert "no manifest" in _run("weights", "show", path, "9")
     log = tmp_path / "watch.log"
-    with procs.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
+    with proc.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
         assert "deleted version 0" in _run("weights", "sweep", path, "--keep-last", "3")
         assert child.wait(HANG_S) == 0

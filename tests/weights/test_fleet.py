@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.errors import HoldfastError, Mistake, Unavailable
 from holdfast.ledger import Ledger, LiveRuntime, follow
 from holdfast.ledger.records import decode
@@ -47,7 +47,7 @@ PATIENCE_S = 1.0
 @contextlib.contextmanager
 def spawn(what: str, **args: object) -> Iterator[Kid]:
     """Start a child; it is killed at the end."""
-    with procs.spawn(
+    with proc.spawn(
         [sys.executable, str(CHILD), what, json.dumps(args)],
         name=f"{what} {args.get('name', '')}",
         env={"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -122,7 +122,7 @@ class House:
         self.publisher = Publisher(self.root, led, "policy")
         self.fleet = Fleet(led, "policy", policy)
         self.witness = Witness(led)
-        self.held: list[procs.HeldPort] = []
+        self.held: list[proc.HeldPort] = []
         self.answers: list[Answer] = []
         self.refused = 0
 
@@ -217,7 +217,7 @@ async def house(
     url = url or f"sqlite:///{folder}/ledger.db"
     async with ledger.open(url) as led:
         found = House(folder, led, url, policy)
-        found.held = [procs.HeldPort() for _ in range(replicas)]
+        found.held = [proc.HeldPort() for _ in range(replicas)]
         watching = asyncio.create_task(found.witness.run())
         async with found.publisher, found.fleet:
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin, Subscriber
 from holdfast.weights.fleet import FleetPolicy
@@ -44,7 +44,7 @@ class ProcessEngine(Engine):
             return
         if not self.may_start:
             raise Unavailable("the process may not be started yet")
-        child = procs.spawn(
+        child = proc.spawn(
             [sys.executable, str(CHILD), self.fragile],
             name="engine",
             env={"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -57,7 +57,7 @@ class ProcessEngine(Engine):
         self._lives.callback(_close_input, child)
         self._watching.append(asyncio.create_task(self._watch(child)))
 
-    async def _watch(self, child: procs.Child) -> None:
+    async def _watch(self, child: proc.Child) -> None:
         while child.alive():
             await asyncio.sleep(0.01)
         self.lose()
@@ -95,7 +95,7 @@ class ProcessEngine(Engine):
         self._lives.close()
 
 
-def _close_input(child: procs.Child) -> None:
+def _close_input(child: proc.Child) -> None:
     """Closing says once more that what was told last could not be written."""
     assert child.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):

@@ -30,7 +30,7 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.ledger import Ledger, LiveRuntime
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from holdfast.weights import Publisher, Retention, Subscriber, Swept, Version
 from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFolder

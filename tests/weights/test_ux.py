@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from holdfast import ledger, procs, servers
+from holdfast import ledger, proc, servers
 from holdfast.cli import main
 from holdfast.errors import (
     Denied,
@@ -608,7 +608,7 @@ def test_watch_tells_when_the_ledger_is_away(tmp_path: Path) -> None:
     with servers.EtcdServer(tmp_path / "etcd") as server:
         published(tmp_path, f"etcd://{server.host}:{server.port}")
         argv = [sys.executable, "-m", "holdfast", "weights", "watch", str(tmp_path / "policy")]
-        with procs.spawn(argv, log=log) as child:
+        with proc.spawn(argv, log=log) as child:
             child.wait_until(lambda: "watching" in log.read_text())
             server.kill()
             child.wait_until(lambda: "ledger away" in log.read_text(), 60)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.weights.vllm_process import ServerProcess
 from patience import HANG_S
@@ -82,7 +82,7 @@ async def test_a_server_ends_with_whoever_runs_it(tmp_path: Path) -> None:
     )
     argv = [sys.executable, "-c", code, str(tmp_path / "pids")]
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with procs.spawn(argv, env=env, log=tmp_path / "log") as agent:
+    with proc.spawn(argv, env=env, log=tmp_path / "log") as agent:
         [tree] = await trees(tmp_path / "pids", 1)
         keeper = int(stat(tree[0])[1])
         os.kill(agent.pid, signal.SIGKILL)

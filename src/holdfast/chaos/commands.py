@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 import click
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.chaos import processes
 from holdfast.chaos.below import one_below
 from holdfast.chaos.proxy import CutMode, Proxy
@@ -297,7 +297,7 @@ def during(
             done.append(outcome)
         click.echo(f"chaos: {outcome} (pid {outcome.pid})", err=True)
 
-    with procs.spawn(list(command), name=command[0]) as child:
+    with proc.spawn(list(command), name=command[0]) as child:
 
         async def hurt() -> None:
             chaos = asyncio.ensure_future(processes.carry_out(actions, one_below(pid, seed), tell))

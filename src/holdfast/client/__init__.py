@@ -23,11 +23,11 @@ from holdfast.client.happenings import Doubted, Probed, Ready, Retried
 from holdfast.client.native import Client, Future
 from holdfast.client.target import Target
 from holdfast.client.transport import POLICY, VerifiedTransport
-from holdfast.client.warmup import LIMIT_S, Probe, WarmUp
+from holdfast.client.warmup import Probe, WarmUp
 from holdfast.retry import Policy
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = [
-    "LIMIT_S",
     "POLICY",
     "Client",
     "ControlPlane",
@@ -54,10 +54,11 @@ def connect(
     job: str = "",
     control: str = "",
     sdk: Sdk = "native",
-    warm_up_s: float = LIMIT_S,
+    warm_up_s: float | None = None,
     probe: Probe | None = None,
-    policy: Policy = POLICY,
+    policy: Policy | None = None,
     tls: ssl.SSLContext | None = None,
+    timeouts: Timeouts = DEFAULTS,
     **options: Any,
 ) -> Any:
     """Warm up the data path of a job, and give a client of it.
@@ -65,7 +66,7 @@ def connect(
     `sdk` says which: "tinker" a `tinker.ServiceClient`, "fireworks" a
     `FiretitanServiceClient` (both block while they warm up; `options` are theirs), "native" a
     `Client`, which warms up when it is entered. `Target.of` explains the addresses, `policy`
-    (of the verified retry) and `tls` (for certificates of one's own).
+    (of the verified retry), `tls` (for certificates of one's own) and `timeouts`.
     """
     target = Target.of(
         gateway,
@@ -75,11 +76,9 @@ def connect(
         control=control,
         policy=policy,
         tls=tls,
+        timeouts=timeouts,
     )
-    if sdk == "tinker":
-        return tinker.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
-    if sdk == "fireworks":
-        return fireworks.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
-    if sdk == "native":
-        return native.connect(target, warm_up_s=warm_up_s, probe=probe, **options)
-    raise Mistake(f"there is no wrapper for {sdk!r}: tinker, fireworks or native")
+    wrappers = {"tinker": tinker.connect, "fireworks": fireworks.connect, "native": native.connect}
+    if sdk not in wrappers:
+        raise Mistake(f"there is no wrapper for {sdk!r}: tinker, fireworks or native")
+    return wrappers[sdk](target, warm_up_s=warm_up_s, probe=probe, **options)

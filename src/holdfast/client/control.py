@@ -32,12 +32,15 @@ from holdfast.client.bodies import fault_of, plain, raw_of
 from holdfast.client.meaning import as_error, words_of
 from holdfast.client.tls import verify
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, TooLarge
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ControlPlane"]
 
 MAX_BODY_BYTES: Final = 1 << 20
 PACE_S: Final = 0.1
+"""Bounds the load on a control plane while many are in doubt; too short for anybody to notice."""
 _STEP_S = 0.1
+"""How finely the loop's own time is counted."""
 _PREFIX = "JOB_STATE_"
 _CHARS = 100
 
@@ -50,7 +53,7 @@ class ControlPlane:
     account: str
     job: str
     api_key: str = field(default="", repr=False)
-    timeout_s: float = 3.0
+    timeout_s: float = DEFAULTS.control_call_s
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:

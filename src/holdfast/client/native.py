@@ -8,7 +8,7 @@ The caller gives the numbers, so a successor may send what its predecessor may h
 trainer knows (model, number) and does it once. It may attach to a model that exists, and take
 up a future by its request id.
 
-- A submit is sent until there is a promise, for `SUBMIT.deadline_s`: always the same bytes.
+- A submit is sent until there is a promise, for `sdk_submit_s`: always the same bytes.
 - A poll is repeated until there is a result. Nothing that a poll meets leads to a submit.
 - "Gone" and "not found" are raised at once; behind a gateway that may be wrong about it, give
   the target a control plane.
@@ -17,11 +17,10 @@ up a future by its request id.
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import httpx
 import msgspec
@@ -31,43 +30,26 @@ from holdfast.client.bodies import fault_of, plain, raw_of
 from holdfast.client.happenings import Retried
 from holdfast.client.meaning import SHOULD_RETRY, as_error, words_of
 from holdfast.client.target import Target
-from holdfast.client.warmup import LIMIT_S, Probe
-from holdfast.errors import HoldfastError, Mistake, Retriable, TimedOut, TooLarge, Unavailable
-from holdfast.retry import Attempt, Policy, delay_s
+from holdfast.client.warmup import Probe
+from holdfast.errors import HoldfastError, Mistake, TimedOut, TooLarge, Unavailable
+from holdfast.retry import MAX_S, Attempt, Clock, Policy
 
 __all__ = ["Client", "Future", "connect"]
 
-SUBMIT: Final = Policy(
-    attempts=1000, base_s=0.2, factor=2.0, max_s=5.0, jitter=0.5, deadline_s=300.0
-)
-POLL_S: Final = 45.0
-"""Servers hold a poll for less than that."""
-PACE_S: Final = 0.2
-"""Polls that are not held are at least so far apart."""
-RESULT_S: Final = 3600.0
+AGAIN: Final = Policy(attempts=10_000, base_s=0.2, factor=2.0, max_s=5.0)
+"""How far apart the tries of a request are; how long there are any depends on the request."""
 RESULT_BYTES: Final = 1 << 30
 ANSWER_BYTES: Final = 1 << 20
 """As much is read of answers that are not results."""
-_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _JSON = "application/json"
 
+T = TypeVar("T")
 
-def connect(
-    target: Target,
-    *,
-    warm_up_s: float = LIMIT_S,
-    probe: Probe | None = None,
-    model_id: str = "",
-    max_result_bytes: int = RESULT_BYTES,
-) -> "Client":
-    """A client that warms up when it is entered (`async with`). 0 s: no warm-up."""
-    return Client(
-        target,
-        warm_up_s=warm_up_s,
-        probe=probe,
-        model_id=model_id,
-        max_result_bytes=max_result_bytes,
-    )
+
+def connect(target: Target, *, warm_up_s: float | None = None, **options: Any) -> "Client":
+    """A `Client` that warms up when it is entered (`async with`). 0 s: no warm-up."""
+    limit_s = target.timeouts.warm_up_s if warm_up_s is None else warm_up_s
+    return Client(target, warm_up_s=limit_s, **options)
 
 
 class Client:
@@ -81,8 +63,12 @@ class Client:
         probe: Probe | None = None,
         model_id: str = "",
         max_result_bytes: int = RESULT_BYTES,
+        clock: Clock | None = None,
     ) -> None:
+        """`clock` is the system's by default."""
+        self._clock = clock
         self.target = target
+        self.timeouts = target.timeouts
         self._max_result_bytes = max_result_bytes
         self._warm_up_s, self._probe, self._model_id = warm_up_s, probe, model_id
         headers = {"x-api-key": target.api_key} if target.api_key else {}
@@ -90,7 +76,6 @@ class Client:
             base_url=target.base_url,
             headers=headers,
             transport=target.transport(),
-            timeout=_TIMEOUT,
         )
 
     async def __aenter__(self) -> Self:
@@ -185,7 +170,7 @@ class Client:
                 if payload.get(name, value) != value:
                     raise Mistake(f"the payload has another {name} than the call")
             body = msgspec.json.encode({**payload, "model_id": model_id, "seq_id": seq_id})
-            content_type = "application/json"
+            content_type = _JSON
         said = await self._call(op, body, content_type)
         return self.future(_member(said, "request_id"))
 
@@ -201,34 +186,51 @@ class Client:
         body = ask if isinstance(ask, bytes) else msgspec.json.encode(ask)
         if not name.replace("_", "").isalnum() or not name.isascii():
             raise Mistake(f"{name[:80]!r} is not the name of an operation")
-        until = time.monotonic() + SUBMIT.deadline_s
+        limit_s = self.timeouts.sdk_submit_s
 
         async def once() -> dict[str, Any]:
-            try:
-                async with asyncio.timeout(until - time.monotonic()):
-                    answer = await self._post(name, body, content_type, _TIMEOUT)
-            except TimeoutError:
-                raise TimedOut(f"{name}: no answer within {SUBMIT.deadline_s:.3g} s") from None
+            answer = await self._post(name, body, content_type, self.timeouts.client_call_s)
             if answer.status != 200:
                 raise answer.error(name)
             return answer.json(name)
 
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._again(name, once, limit_s)
+        except TimeoutError:
+            raise TimedOut(f"{name}: no answer within {limit_s:.3g} s") from None
+
+    async def _again(
+        self, name: str, once: Callable[[], Awaitable[T]], limit_s: float = MAX_S
+    ) -> T:
+        """Call until there is an answer, and tell of every failure."""
+        policy = replace(AGAIN, deadline_s=limit_s)
+
         def tell(attempt: Attempt) -> None:
             if attempt.error is not None:
-                _tell(name, attempt.attempt, attempt.verdict, attempt.error, attempt.delay_s)
+                events.emit(
+                    Retried(
+                        name=name,
+                        failures=attempt.attempt,
+                        verdict=attempt.verdict,
+                        error=str(attempt.error)[:500],
+                        delay_s=attempt.delay_s,
+                    )
+                )
 
-        return await SUBMIT.acall(once, on=Retriable, on_attempt=tell)
+        return await policy.acall(once, on_attempt=tell, clock=self._clock)
 
     async def _post(
         self,
         name: str,
         body: bytes,
         content_type: str,
-        timeout: httpx.Timeout,
+        limit_s: float,
         accept: str = _JSON,
         limit: int = ANSWER_BYTES,
     ) -> "_Answer":
         headers = {"content-type": content_type, "accept": accept, "accept-encoding": "gzip"}
+        timeout = httpx.Timeout(limit_s, connect=self.timeouts.client_connect_s)
         try:
             async with self._http.stream(
                 "POST", f"/api/v1/{name}", content=body, headers=headers, timeout=timeout
@@ -246,9 +248,13 @@ class Client:
     async def _poll(self, request_id: str, accept: str) -> Any:
         """One poll: the result, or that it is `_Pending`."""
         body = msgspec.json.encode({"request_id": request_id, "allow_metadata_only": False})
-        timeout = httpx.Timeout(POLL_S, connect=10.0)
         answer = await self._post(
-            "retrieve_future", body, _JSON, timeout, accept, self._max_result_bytes
+            "retrieve_future",
+            body,
+            _JSON,
+            self.timeouts.sdk_poll_s,
+            accept,
+            self._max_result_bytes,
         )
         if answer.status == 408:
             return _Pending(answer.wish_s)
@@ -272,45 +278,38 @@ class Future:
         self._client = client
         self.request_id = request_id
 
-    async def result(
-        self, *, timeout_s: float = RESULT_S, accept: str = "application/json"
-    ) -> Any:
+    async def result(self, *, timeout_s: float | None = None, accept: str = _JSON) -> Any:
         """Poll until there is a result: JSON decoded, another type that `accept` names as bytes.
 
         What is neither (a page, or nothing at all) is no result, and polled again. Raises
         `Mistake` when the operation was refused, `TooLarge` beyond the client's
         `max_result_bytes`, `Gone` or `NotFound` when nobody will ever answer, `TimedOut` after
-        `timeout_s`; the operation goes on after the last.
+        `timeout_s` (an hour, if the target's `timeouts` say nothing else); the operation goes on
+        after the last.
         """
         if "*" in accept:
             raise Mistake("ask for a content type by its name: anything else is no result")
-        until, failures = time.monotonic() + timeout_s, 0
-        while (begun := time.monotonic()) < until:
-            pause_s, wish_s = PACE_S, 0.0
-            try:
-                async with asyncio.timeout(until - begun):
-                    said = await self._client._poll(self.request_id, accept)
-                if not isinstance(said, _Pending):
-                    return said
-                failures, wish_s = 0, said.wish_s
-            except TimeoutError:
-                break
-            except Retriable as error:
-                failures, wish_s = failures + 1, error.retry_after_s
-                pause_s = max(PACE_S, delay_s(SUBMIT, failures, 0.0))
-                _tell("retrieve_future", failures, "retry", error, max(pause_s, wish_s))
-            # A poll that was held has had its pause; a wish counts from the answer.
-            now = time.monotonic()
-            await asyncio.sleep(max(0.0, min(max(begun + pause_s - now, wish_s), until - now)))
-        raise TimedOut(f"no result of {self.request_id} after {timeout_s:.3g} s: ask again later")
+        times, now, begun = self._client.timeouts, asyncio.get_running_loop().time, 0.0
+        limit_s = times.result_s if timeout_s is None else timeout_s
 
+        async def poll() -> Any:
+            nonlocal begun
+            begun = now()
+            return await self._client._poll(self.request_id, accept)
 
-def _tell(name: str, failures: int, verdict: str, error: Exception, pause_s: float) -> None:
-    events.emit(
-        Retried(
-            name=name, failures=failures, verdict=verdict, error=str(error)[:500], delay_s=pause_s
-        )
-    )
+        try:
+            async with asyncio.timeout(limit_s):
+                while isinstance(
+                    said := await self._client._again("retrieve_future", poll), _Pending
+                ):
+                    # A poll that was held has had its pause; a wish counts from the answer.
+                    pause_s = begun + times.poll_pace_s - now()
+                    await asyncio.sleep(max(0.0, pause_s, said.wish_s))
+                return said
+        except TimeoutError:
+            raise TimedOut(
+                f"no result of {self.request_id} after {limit_s:.3g} s: ask again later"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

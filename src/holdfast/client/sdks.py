@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from holdfast.errors import MissingPackage, Mistake
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["no_seam", "run_aside", "sdk"]
-
-_END_S = 5.0
 
 
 def sdk(module: str, package: str) -> Any:
@@ -62,8 +61,8 @@ def run_aside(work: Coroutine[Any, Any, None]) -> None:
         thread.join()
     except BaseException:
         with contextlib.suppress(RuntimeError, TimeoutError):  # it has ended by itself
-            begun.result(_END_S)()
-            thread.join(_END_S)
+            begun.result(DEFAULTS.ending_s)()
+            thread.join(DEFAULTS.ending_s)
         raise
     if failure:
         raise failure[0]

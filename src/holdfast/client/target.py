@@ -2,7 +2,7 @@
 
 import importlib.util
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import httpx
@@ -12,10 +12,11 @@ from holdfast.client.control import ControlPlane
 from holdfast.client.renewal import RenewingTransport
 from holdfast.client.tls import verify
 from holdfast.client.transport import POLICY, VerifiedTransport
-from holdfast.client.warmup import LIMIT_S, Probe, WarmUp
+from holdfast.client.warmup import WarmUp
 from holdfast.errors import Mistake
 from holdfast.jobs.records import check_name
 from holdfast.retry import Policy
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["Target"]
 
@@ -32,9 +33,11 @@ class Target:
     api_key: str = field(default="", repr=False)
     control: ControlPlane | None = None
     """Who is asked about a 404. Without one, a 404 is given to the caller as it is."""
-    policy: Policy = POLICY
+    policy: Policy | None = None
+    """How a 404 is doubted; by default as `POLICY` says, for `timeouts.doubt_s`."""
     tls: ssl.SSLContext | None = None
     """Whose certificates are trusted, if not the usual ones. There is no TLS without."""
+    timeouts: Timeouts = DEFAULTS
 
     def __post_init__(self) -> None:
         check_url(self.base_url)
@@ -49,8 +52,9 @@ class Target:
         account: str = "",
         job: str = "",
         control: str = "",
-        policy: Policy = POLICY,
+        policy: Policy | None = None,
         tls: ssl.SSLContext | None = None,
+        timeouts: Timeouts = DEFAULTS,
     ) -> Self:
         """The target behind a gateway's URL.
 
@@ -63,21 +67,26 @@ class Target:
             raise Mistake("give both account and job, or neither")
         if control and not job:
             raise Mistake("a control plane is asked about a job: give account and job")
-        if not job:
-            return cls(base_url=base, api_key=api_key, policy=policy, tls=tls)
-        names = f"{check_name('account', account)}/{check_name('job', job)}"
+        plane: ControlPlane | None = None
+        if job:
+            names = f"{check_name('account', account)}/{check_name('job', job)}"
+            call_s = timeouts.control_call_s
+            plane = ControlPlane(control or base, account, job, api_key, call_s, tls)
+            base = f"{base}/training/v1/rlorTrainerJobs/{names}"
         return cls(
-            base_url=f"{base}/training/v1/rlorTrainerJobs/{names}",
+            base_url=base,
             api_key=api_key,
-            control=ControlPlane(control or base, account, job, api_key, tls=tls),
+            control=plane,
             policy=policy,
             tls=tls,
+            timeouts=timeouts,
         )
 
     def transport(self) -> VerifiedTransport:
         """A new transport with its own connections."""
         inner = RenewingTransport(self._connections)
-        return VerifiedTransport(inner, self.control, policy=self.policy)
+        policy = self.policy or replace(POLICY, deadline_s=self.timeouts.doubt_s)
+        return VerifiedTransport(inner, self.control, policy=policy)
 
     def _connections(self) -> httpx.AsyncBaseTransport:
         return httpx.AsyncHTTPTransport(
@@ -87,22 +96,13 @@ class Target:
             proxy=proxy_of(self.base_url),
         )
 
-    def warm_up(
-        self,
-        *,
-        limit_s: float = LIMIT_S,
-        probe: Probe | None = None,
-        model_id: str = "",
-        **more: Any,
-    ) -> WarmUp:
-        """A warm-up of this data path; `await` its `run`."""
+    def warm_up(self, *, limit_s: float | None = None, **more: Any) -> WarmUp:
+        """A warm-up of this data path; `await` its `run`. `more` are fields of `WarmUp`."""
         return WarmUp(
             base_url=self.base_url,
             api_key=self.api_key,
             control=self.control,
-            limit_s=limit_s,
-            probe=probe,
-            model_id=model_id,
             tls=self.tls,
-            **more,
+            limit_s=self.timeouts.warm_up_s if limit_s is None else limit_s,
+            **{"probe_s": self.timeouts.probe_s, **more},
         )

@@ -20,7 +20,7 @@ import httpx
 
 from holdfast.client.sdks import no_seam, run_aside, sdk
 from holdfast.client.target import Target
-from holdfast.client.warmup import LIMIT_S, Probe
+from holdfast.client.warmup import Probe
 
 __all__ = ["connect", "service_client"]
 
@@ -43,11 +43,15 @@ _FIELDS = (
 
 
 def connect(
-    target: Target, *, warm_up_s: float = LIMIT_S, probe: Probe | None = None, **options: Any
+    target: Target,
+    *,
+    warm_up_s: float | None = None,
+    probe: Probe | None = None,
+    **options: Any,
 ) -> Any:
     """Warm up, and give a `tinker.ServiceClient`; `options` are its own. 0 s: no warm-up."""
     _classes()  # before anything is waited for
-    if warm_up_s:
+    if warm_up_s != 0:
         run_aside(target.warm_up(limit_s=warm_up_s, probe=probe).run())
     return service_client(target, **options)
 

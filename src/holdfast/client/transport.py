@@ -36,11 +36,12 @@ from holdfast.client.meaning import (
 from holdfast.errors import HoldfastError
 from holdfast.events import Event
 from holdfast.retry import Attempt, Policy
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["POLICY", "VerifiedTransport"]
 
 POLICY: Final = Policy(
-    attempts=10_000, base_s=0.1, factor=2.0, max_s=2.0, jitter=0.25, deadline_s=30.0
+    attempts=10_000, base_s=0.1, factor=2.0, max_s=2.0, jitter=0.25, deadline_s=DEFAULTS.doubt_s
 )
 """After 0.1, 0.2, 0.4 … 2 s, until 30 s are used up."""
 MAX_BODY_BYTES: Final = 1 << 20

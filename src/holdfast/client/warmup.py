@@ -34,14 +34,13 @@ from holdfast.client.tls import verify
 from holdfast.errors import Gone, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.events import Event
 from holdfast.retry import Policy
+from holdfast.timeouts import DEFAULTS
 
-__all__ = ["LIMIT_S", "Probe", "WarmUp"]
+__all__ = ["Probe", "WarmUp"]
 
-LIMIT_S: Final = 120.0
-PROBE_S: Final = 10.0
 SUCCESSES: Final = 3
 BACKOFF: Final = Policy(
-    attempts=10_000, base_s=0.1, factor=2.0, max_s=0.5, jitter=0.25, deadline_s=LIMIT_S
+    attempts=10_000, base_s=0.1, factor=2.0, max_s=0.5, jitter=0.25, deadline_s=DEFAULTS.warm_up_s
 )
 """Waits stay short: the first probes after a route is there may meet a stray 404 as well."""
 _CAPABILITIES = "/api/v1/get_server_capabilities"
@@ -68,8 +67,8 @@ class WarmUp:
     model_id: str = ""
     probe: Probe | None = None
     successes: int = SUCCESSES
-    limit_s: float = LIMIT_S
-    probe_s: float = PROBE_S
+    limit_s: float = DEFAULTS.warm_up_s
+    probe_s: float = DEFAULTS.probe_s
     """How long one probe may take; a slow one is tried again within `limit_s`."""
     backoff: Policy = BACKOFF
     """How far apart the probes are; its deadline is `limit_s`."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import os
 import shlex
 import ssl
@@ -15,16 +14,18 @@ import msgspec
 
 from holdfast import events, ledger
 from holdfast.engine.directory import read_config
-from holdfast.errors import Mistake
+from holdfast.errors import Mistake, Unavailable
+from holdfast.fetch import fetch
 from holdfast.files import private_folder
 from holdfast.gateway.process import GatewaySettings
-from holdfast.gateway.serve import Part, Supervisor, own_name, reserve
+from holdfast.gateway.serve import Part, Supervisor, own_name
 from holdfast.jobs.accounts import TRUSTED, Accounts, split_key
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
 from holdfast.jobs.note import Note, leave_note, read_note
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.machine import state_dir
+from holdfast.proc.ports import reserve
 from holdfast.text import clean
 from holdfast.timeouts import DEFAULTS
 
@@ -34,6 +35,8 @@ ONE_ACCOUNT = "one-account"
 """What `--allow-commands` without a value says."""
 OWN = "holdfast"
 """What stands for Holdfast's own trainer."""
+GATEWAY = "holdfast.gateway.process"
+"""The module that a gateway's process runs."""
 
 _LEDGER = click.option(
     "--ledger",
@@ -102,8 +105,6 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
 @click.option("--tls-key", type=click.Path(exists=True, path_type=Path))
 @click.option("--no-access-log", is_flag=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where logs and events go.")
-@click.option("--naive", is_flag=True, hidden=True, help="Believe the table, like others do.")
-@click.option("--lag", default=0.0, hidden=True, help="Hear of changes up to so much later: s.")
 @click.option(
     "--submit-wait", default=DEFAULTS.submit_wait_s, show_default=True, help="Wait for a route: s."
 )
@@ -184,8 +185,6 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: Path | None
     no_access_log: bool
     folder: Path | None
-    naive: bool
-    lag: float
     lease: float
     submit_wait: float
     poll_hold: float
@@ -244,7 +243,7 @@ def _parts(
     parts = [
         Part(
             f"gateway-{number}",
-            "holdfast.gateway.process",
+            GATEWAY,
             GatewaySettings(
                 run=run,
                 ledger=url,
@@ -257,8 +256,6 @@ def _parts(
                 access_log=not asked.no_access_log,
                 submit_wait_s=asked.submit_wait,
                 poll_hold_s=asked.poll_hold,
-                naive=asked.naive,
-                lag_s=asked.lag,
             ),
             folder / "logs" / f"gateway-{number}.log",
         )
@@ -314,20 +311,14 @@ async def _own_key(url: str, run: str, asked: _Given, note: Note | None) -> str:
 
 
 def _is_ready(host: str, port: int, *, tls: bool) -> bool:
-    connection: http.client.HTTPConnection
-    if tls:  # ours: its certificate need not be for this address
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(host, port, timeout=2, context=context)
-    else:
-        connection = http.client.HTTPConnection(host, port, timeout=2)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # ours, by any address
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    url = f"{'https' if tls else 'http'}://{place}/readyz"
     try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
+        return fetch("GET", url, timeout_s=2.0, tls=context)[0] == 200
+    except Unavailable:
         return False
-    finally:
-        connection.close()
 
 
 @click.group()

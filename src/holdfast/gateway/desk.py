@@ -23,13 +23,9 @@ from holdfast.gateway.answers import Answer, Confirm, Kind, Route, Wait
 from holdfast.gateway.routes import Routes
 from holdfast.jobs.store import Seen
 from holdfast.ledger.runtime import Runtime
-from holdfast.timeouts import DEFAULTS
+from holdfast.timeouts import DEFAULTS, Timeouts
 
-__all__ = ["Abandon", "Desk", "Forward", "NaiveDesk", "Patience", "Resolved", "Sent"]
-
-_CONFIRM_S = 0.5
-"""How often a job that is waited for is read from the ledger: a watch may lag."""
-_AGAIN_S = 0.05
+__all__ = ["Abandon", "Desk", "Forward", "Resolved", "Sent", "lost"]
 
 
 class Resolved(events.Event, frozen=True, tag="gateway.resolved"):
@@ -61,29 +57,13 @@ Forward = Callable[[Route], Awaitable[Sent]]
 Abandon = Callable[[str], None]
 
 
-class Patience(msgspec.Struct, frozen=True):
-    """How long callers are kept waiting."""
-
-    submit_wait_s: float = DEFAULTS.submit_wait_s
-    poll_hold_s: float = DEFAULTS.poll_hold_s
-
-    def of(self, kind: Kind) -> float:
-        """The limit for this kind of request."""
-        return self.poll_hold_s if kind == "poll" else self.submit_wait_s
-
-
 class Desk:
     """One gateway's."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        routes: Routes,
-        patience: Patience = Patience(),  # noqa: B008 -- frozen
-    ) -> None:
+    def __init__(self, runtime: Runtime, routes: Routes, timeouts: Timeouts = DEFAULTS) -> None:
         self._runtime = runtime
         self._routes = routes
-        self._patience = patience
+        self._timeouts = timeouts
 
     async def serve(
         self,
@@ -102,7 +82,9 @@ class Desk:
         A `harmless` request may be sent twice: it only reads. `abandon` makes `forward` give
         up an answer that has not begun: its trainer was replaced, and may never answer.
         """
-        deadline = self._runtime.now() + self._patience.of(kind)
+        times = self._timeouts
+        limit_s = times.poll_hold_s if kind == "poll" else times.submit_wait_s
+        deadline = self._runtime.now() + limit_s
         seen, fresh = self._routes.find(account, job), False
         doubted: Route | None = None
         reason = "the ledger cannot be asked now"
@@ -116,7 +98,7 @@ class Desk:
                     return None
                 self._tell(verdict, sent, kind)
                 if sent.how == "lost" and kind == "submit" and not harmless:
-                    return _lost(sent.reason)
+                    return lost(sent.reason)
                 if not sent.again:
                     return answers.late(kind, sent.reason, retry_after_ms=200)
                 doubted, reason, fresh = verdict, sent.reason, False
@@ -151,13 +133,15 @@ class Desk:
         left_s: float,
     ) -> tuple[Seen | None, bool, Route | None]:
         """Read the job, after a wait if it was read just now; a doubt lasts for one wait."""
+        times = self._timeouts
         if waited and not isinstance(verdict, Confirm):
-            await self._routes.changed(account, job, min(_CONFIRM_S, left_s))
+            # A watch may lag: the ledger is read again even if nothing is heard.
+            await self._routes.changed(account, job, min(times.route_confirm_s, left_s))
             doubted = None
         try:
-            seen = await self._routes.confirm(account, job, max(left_s, _AGAIN_S))
+            seen = await self._routes.confirm(account, job, max(left_s, times.job_retry_s))
         except Retriable:
-            await self._runtime.sleep(min(_AGAIN_S, left_s))
+            await self._routes.changed(account, job, min(times.job_retry_s, left_s))
             return self._routes.find(account, job), False, doubted
         return seen, True, doubted
 
@@ -166,38 +150,7 @@ class Desk:
         events.emit(Resolved(job=name, why=sent.how, epoch=route.epoch, kind=kind))
 
 
-class NaiveDesk(Desk):
-    """How gateways usually are: the table is believed, and nothing is waited for.
-
-    For those who want to see what `holdfast.client` does for them elsewhere.
-    """
-
-    async def serve(
-        self,
-        account: str,
-        job: str,
-        kind: Kind,
-        forward: Forward,
-        present: Callable[[], bool] = lambda: True,  # noqa: ARG002 -- it does not wait
-        *,
-        harmless: bool = False,  # noqa: ARG002 -- it does not try again
-        abandon: Abandon = lambda _: None,  # noqa: ARG002 -- it does not know better
-    ) -> Answer | None:
-        """Bring a request to where the table says, or say "not found"."""
-        verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
-        if not isinstance(verdict, Route):
-            return _BARE
-        sent = await forward(verdict)
-        if sent.how == "done":
-            return None
-        return _BARE if sent.how == "misdirected" else _lost(sent.reason)
-
-
-_BARE = Answer(404, b'{"detail":"Not Found"}')
-"""A 404 that says nothing: gone, not yet there, or a stale table."""
-
-
-def _lost(reason: str) -> Answer:
+def lost(reason: str) -> Answer:
     """The caller's own retry carries the same sequence number; ours would be a guess."""
     return answers.problem(
         502,

@@ -27,6 +27,7 @@ from holdfast.jobs.accounts import Guests
 from holdfast.jobs.api import BODY_BYTES, Api, Request
 from holdfast.jobs.fence import SECRET_HEADER, Incarnation
 from holdfast.jobs.records import NAME
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Access", "Front", "Unlogged"]
 
@@ -34,7 +35,6 @@ _TRAINER = re.compile(r"/training/v1/rlorTrainerJobs/([^/]*)/([^/]*)(/.*)")
 _TINKER: Final = "/api/v1/"
 _CONTROL: Final = "/v1/"
 _MISDIRECTED: Final = 421
-_HOLD_S: Final = 2.0
 _JSON: Final = (b"content-type", b"application/json")
 
 
@@ -268,7 +268,7 @@ async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
         },
         remove=(b"x-api-key", b"authorization", SECRET_HEADER.encode()),
         relay=_is_for_the_caller,
-        hold_s=_HOLD_S,
+        hold_s=DEFAULTS.body_hold_s,
     )
     match outcome:
         case Relayed(status, _, sent):

@@ -5,17 +5,17 @@ SIGTERM and SIGINT stop it gently: requests in work are finished first.
 """
 
 import contextlib
-import random
 import resource
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from holdfast import events, ledger
 from holdfast.files import private_folder
-from holdfast.gateway.desk import Desk, NaiveDesk, Patience
+from holdfast.gateway.desk import Desk
 from holdfast.gateway.front import Front
 from holdfast.gateway.http import Limits, Server, run
 from holdfast.gateway.routes import Routes
@@ -26,8 +26,8 @@ from holdfast.jobs.records import TOMBSTONES
 from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.steward import Steward
 from holdfast.jobs.store import Jobs
-from holdfast.ledger.runtime import LiveRuntime
-from holdfast.timeouts import DEFAULTS
+from holdfast.ledger.runtime import LiveRuntime, Runtime
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["GatewaySettings", "main"]
 
@@ -52,22 +52,23 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     poll_hold_s: float = DEFAULTS.poll_hold_s
     body_bytes: int = 1 << 30
     drain_s: float = 10.0
-    naive: bool = False
-    lag_s: float = 0.0
-    """For tests: how late this gateway may hear of changes."""
 
 
-async def serve(settings: GatewaySettings, counters: events.Counters) -> None:
+async def serve(
+    settings: GatewaySettings,
+    counters: events.Counters,
+    make_routes: Callable[[Jobs], Routes],
+    make_desk: Callable[[Runtime, Routes, Timeouts], Desk],
+) -> None:
     """Be a gateway until a signal comes."""
     async with ledger.open(settings.ledger) as opened:
         runtime = LiveRuntime(opened)
         jobs = Jobs(runtime, settings.run, time.time)
         accounts = Accounts(runtime, settings.run, time.time)
         guests = Guests(runtime, settings.run, time.time)
-        lag = random.Random(settings.name)
-        routes = Routes(jobs, lag=lambda: lag.random() * settings.lag_s)
-        patience = Patience(settings.submit_wait_s, settings.poll_hold_s)
-        desk = (NaiveDesk if settings.naive else Desk)(runtime, routes, patience)
+        routes = make_routes(jobs)
+        timeouts = Timeouts(submit_wait_s=settings.submit_wait_s, poll_hold_s=settings.poll_hold_s)
+        desk = make_desk(runtime, routes, timeouts)
 
         async def announce(account: str, job: str) -> None:
             """The first job of an account is its default, until it is deleted."""
@@ -105,7 +106,10 @@ def _raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def main() -> None:
+def main(
+    make_routes: Callable[[Jobs], Routes] = Routes,
+    make_desk: Callable[[Runtime, Routes, Timeouts], Desk] = Desk,
+) -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=GatewaySettings)
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
@@ -114,7 +118,7 @@ def main() -> None:
     counters = events.Counters()
     bounds = _ACCESS_LOG if settings.access_log else {}
     events.configure(log, process=settings.name, sinks=[counters], **bounds)
-    run(serve(settings, counters))
+    run(serve(settings, counters, make_routes, make_desk))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ _READS = 64
 class Routes:
     """The routes of one run. `run` keeps them; `find` and `confirm` answer."""
 
-    def __init__(self, jobs: Jobs, *, lag: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
         self._view = View(jobs.keys)
-        self._lag = lag
         self._fresh: dict[str, tuple[int, Seen | None]] = {}
         """What was read from the ledger after the view's revision."""
         self._reading: dict[str, asyncio.Task[Seen | None]] = {}
@@ -41,7 +40,7 @@ class Routes:
 
     async def run(self) -> None:
         """Follow the jobs, for ever."""
-        await keep(self._jobs.runtime, self._view, self._changed, lag=self._lag)
+        await keep(self._jobs.runtime, self._view, self._changed)
 
     def _changed(self, names: set[str]) -> None:
         self.ready.set()

@@ -8,7 +8,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from holdfast import events, procs
-from holdfast.errors import Mistake
+from holdfast import events, proc
 from holdfast.jobs.serving import SETTINGS
-from holdfast.nursery import Nursery
+from holdfast.proc import child as child_module
+from holdfast.proc.forkserver import ForkServer
 
-__all__ = ["Part", "Supervisor", "own_name", "reserve"]
+__all__ = ["Part", "Supervisor", "own_name"]
 
 _POLL_S = 0.05
 _WELL_S = 10.0
@@ -49,14 +48,14 @@ class Part:
         module: str,
         settings: msgspec.Struct,
         log: Path,
-        nursery: Nursery | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.name = name
-        self._nursery = nursery
+        self._forks = forks
         self._argv = [sys.executable, "-m", module]
         self._env = {SETTINGS: msgspec.json.encode(settings).decode()}
         self._log = log
-        self._child: procs.Child | None = None
+        self._child: proc.Child | None = None
         self._began = 0.0
         self._not_before = 0.0
         self._wait_s = 0.0
@@ -68,8 +67,8 @@ class Part:
         """Start it."""
         self._began = time.monotonic()
         given: Any = {"name": self.name, "log": self._log, "env": self._env}
-        child = self._nursery.spawn(self._argv, **given) if self._nursery else None
-        self._child = child or procs.spawn(self._argv, **given)
+        child = self._forks.spawn(self._argv, **given) if self._forks else None
+        self._child = child or proc.spawn(self._argv, **given)
 
     @property
     def pid(self) -> int:
@@ -88,7 +87,7 @@ class Part:
             return None
         if self._child.alive():
             if now >= self._trim_at:
-                self._trim_at = now + procs.TRIM_S
+                self._trim_at = now + child_module.TRIM_S
                 self._child.trim_log()
             return None
         code = self._child.wait(1.0)
@@ -161,30 +160,6 @@ class Supervisor:
             part.ask()
         for part in self._parts:
             part.end(20.0)
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """Hold the port, which gateways share, so that no other program takes it.
-
-    Of port 0 the kernel makes one that nothing uses. At a port with a number another service may
-    be, which would share it: with that one a socket that shares with none collides.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reserved = socket.socket(family)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        if port:
-            with socket.socket(family) as alone:
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((host, port))
-        reserved.bind((host, port))
-    except OSError as error:
-        reserved.close()
-        raise Mistake(
-            f"{host}:{port} cannot be used ({error.strerror}): is another `holdfast serve` "
-            "there? Give another --port, or 0 for any"
-        ) from None
-    return reserved
 
 
 def own_name() -> str:

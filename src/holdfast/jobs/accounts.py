@@ -25,6 +25,7 @@ from holdfast.ledger.records import KEEP, Verdict, decode, load, put, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, Entry, absent, unchanged
 from holdfast.ledger.unreadable import Unreadable, readable, tell
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Accounts", "Guests", "make_key", "split_key"]
 
@@ -33,7 +34,6 @@ TRUSTED = "all-accounts-are-trusted"
 _ATTEMPTS = 16
 KEYS_MAX = 32
 """Keys of one account."""
-_LOOK_S = 1.0
 _WAITING_MAX = 32
 _KEY = re.compile(r"tml-([a-z0-9]{12})-([A-Za-z0-9]{32})")
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -103,7 +103,9 @@ class Accounts:
             guard = await self._may_have_keys(account)
             try:
                 place = self._keys.account(account)
-                await update(self._runtime, place, Account, decide, guards=[guard])
+                await update(
+                    self._runtime, place, Account, decide, guards=[guard], repeatable=True
+                )
                 break
             except Fenced:  # what may have keys has just changed: look again
                 if attempt == _ATTEMPTS:
@@ -175,7 +177,8 @@ class Accounts:
             left = tuple(one for one in there.keys if one.id != key_id)
             return msgspec.structs.replace(there, keys=left)
 
-        await update(self._runtime, self._keys.account(account), Account, decide)
+        place = self._keys.account(account)
+        await update(self._runtime, place, Account, decide, repeatable=True)
 
     async def set_default(self, account: str, job: str, *, instead_of: str = "") -> None:
         """Paths without a job's name lead to this job from now on, if they led to that one."""
@@ -186,7 +189,8 @@ class Accounts:
                 return KEEP
             return msgspec.structs.replace(there, default_job=job)
 
-        await update(self._runtime, self._keys.account(account), Account, decide)
+        place = self._keys.account(account)
+        await update(self._runtime, place, Account, decide, repeatable=True)
 
     def _is_over(self, key: ApiKey) -> bool:
         return 0 < key.expires_at <= self._wall()
@@ -279,7 +283,7 @@ class Guests:
             async with self._looking:
                 if self._looked_at >= asked_at:
                     return  # somebody else has looked meanwhile
-                pause_s = self._looked_at + _LOOK_S - self._runtime.now()
+                pause_s = self._looked_at + DEFAULTS.key_look_s - self._runtime.now()
                 if pause_s > 0:
                     await self._runtime.sleep(pause_s)
                 whole = await self._runtime.ledger.range(self._keys.accounts)

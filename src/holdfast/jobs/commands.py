@@ -1,7 +1,6 @@
 """`holdfast jobs`: trainer jobs, through the control plane's REST."""
 
 import functools
-import http.client
 import json
 import ssl
 import sys
@@ -22,14 +21,14 @@ from holdfast.errors import (
     TimedOut,
     Unavailable,
 )
+from holdfast.fetch import fetch
 from holdfast.jobs.note import find_service
 from holdfast.machine import state_dir
 from holdfast.text import clean, table
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Remote", "jobs"]
 
-_TIMEOUT_S = 30.0
-_POLL_S = 0.25
 _ENDED = (
     "FAILED",
     "CANCELLED",
@@ -50,35 +49,25 @@ class Remote:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Mistake(f"{url!r} is not the URL of a service: http://host:port")
         self.url = parts.geturl().rstrip("/")
-        self._parts = parts
-        self._key = key
-        self._ca = ca
+        self._origin = f"{parts.scheme}://{parts.netloc}"
+        self._headers = {"X-Api-Key": key, "Content-Type": "application/json"}
+        self._tls = ssl.create_default_context(cafile=ca) if parts.scheme == "https" else None
         answer = self.call("GET", "/v1/accounts")
         self.account: str = answer["accounts"][0]["name"].removeprefix("accounts/")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One call; errors come as ours."""
-        host, port = self._parts.hostname or "", self._parts.port
-        connection: http.client.HTTPConnection
-        if self._parts.scheme == "https":
-            context = ssl.create_default_context(cafile=self._ca)
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=_TIMEOUT_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
         try:
-            text = None if body is None else json.dumps(body)
-            headers = {"X-Api-Key": self._key, "Content-Type": "application/json"}
-            connection.request(method, path, text, headers)
-            response = connection.getresponse()
-            raw, status = response.read(), response.status
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(
-                f"{self._parts.geturl()} does not answer ({error}): is `holdfast serve` running?"
-            ) from None
-        finally:
-            connection.close()
+            status, raw = fetch(
+                method,
+                self._origin + path,
+                timeout_s=DEFAULTS.command_call_s,
+                headers=self._headers,
+                body=None if body is None else json.dumps(body).encode(),
+                tls=self._tls,
+            )
+        except Unavailable as error:
+            raise Unavailable(f"is `holdfast serve` running? {error}") from None
         try:
             answer = json.loads(raw)
         except ValueError:
@@ -290,7 +279,7 @@ def logs(remote: Remote, name: str, epoch: int, follow: bool) -> None:
         newest = remote.call("GET", remote.job(name, "/logs?epoch=0&offset=0"))["epoch"]
         if newest > shown and not epoch:
             offset, shown = 0, newest
-        time.sleep(_POLL_S)
+        time.sleep(DEFAULTS.show_s)
 
 
 def _wait(remote: Remote, name: str, timeout_s: float) -> None:
@@ -312,7 +301,7 @@ def _wait(remote: Remote, name: str, timeout_s: float) -> None:
                 _show(said, "", end=True)
                 raise TimedOut(f"{name} is {state} after {timeout_s:g} s: {why}")
             said = _show(said, f"{name}: {state}, {waited:.0f} s {why}".rstrip())
-            time.sleep(_POLL_S)
+            time.sleep(DEFAULTS.show_s)
     except KeyboardInterrupt:
         click.echo(f"\nholdfast: {name} goes on; `holdfast jobs get {name}` shows it", err=True)
         raise

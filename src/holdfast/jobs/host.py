@@ -3,7 +3,7 @@
 Everything that a host starts hangs on its lease: the alive keys of its jobs vanish with it.
 A host that loses its lease (the ledger was away, or it was stopped) takes another one and
 renews the signs of life of what is still its own; what others have taken over meanwhile it
-stops. Until then its trainers go on, fenced by the epoch; without any lease for `adrift_s` it
+stops. Until then its trainers go on, fenced by the epoch; without any lease for `host_adrift_s` it
 stops them all. Invariants:
 
 - an incarnation is started only after a transaction made it the job's, and only while nothing
@@ -47,11 +47,10 @@ from holdfast.ledger.leases import Keeper
 from holdfast.ledger.records import put
 from holdfast.ledger.types import Delete, absent, same_life, unchanged
 from holdfast.ledger.unreadable import Unreadable, readable
-from holdfast.timeouts import DEFAULTS
+from holdfast.retry import insist
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["Ended", "Host", "Started", "Taken"]
-
-_RETRY_S = 0.2
 
 
 class Taken(events.Event, frozen=True, tag="job.taken"):
@@ -110,9 +109,8 @@ class Host:
         name: str,
         *,
         capacity: int = 64,
-        lease_s: float = DEFAULTS.host_lease_s,
         grace_s: float = 10.0,
-        adrift_s: float = 60.0,
+        timeouts: Timeouts = DEFAULTS,
         budget: Budget = Budget(),  # noqa: B008 -- frozen
         me: HostRecord | None = None,
         is_dead: Callable[[HostRecord], bool] = lambda _: False,
@@ -130,9 +128,8 @@ class Host:
         self._launcher = launcher
         self._name = name
         self._capacity = capacity
-        self._lease_s = lease_s
         self._grace_s = grace_s
-        self._adrift_s = adrift_s
+        self._timeouts = timeouts
         self._budget = budget
         self._me = me or HostRecord(name=name)
         self._is_dead = is_dead
@@ -143,19 +140,21 @@ class Host:
         self._view = View(jobs.keys)
         self._dirty: set[str] = set()
         self._wake = asyncio.Event()
-        self._keeper = Keeper(self._runtime, lease_s)
+        self._keeper = Keeper(self._runtime, timeouts.host_lease_s)
         self._leased_at = self._runtime.now()
 
     async def run(self) -> None:
         """Take jobs and look after them."""
+        times = self._timeouts
         try:
             while True:
                 with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
-                    async with Keeper(self._runtime, self._lease_s) as self._keeper:
+                    async with Keeper(self._runtime, times.host_lease_s) as self._keeper:
                         await self._serve()
-                if self._runtime.now() - self._leased_at > self._adrift_s:
+                if self._runtime.now() - self._leased_at > times.host_adrift_s:
                     await self._drop_all()
-                await self._runtime.sleep(_RETRY_S * (0.5 + self._runtime.random.random()))
+                luck = 0.5 + self._runtime.random.random()
+                await self._runtime.sleep(times.job_retry_s * luck)
         finally:
             await self._drop_all()
 
@@ -271,7 +270,7 @@ class Host:
             else:
                 await settle_one(self._jobs, it, self._budget)
         except (Retriable, UnknownOutcome):
-            return _RETRY_S
+            return self._timeouts.job_retry_s
         return 0.0
 
     async def _take(self, it: Seen) -> None:
@@ -398,20 +397,18 @@ class Host:
 
     async def _publish(self, job: Job, address: str) -> None:
         """Make the job RUNNING at this address: until it is known to be, or fenced."""
-        while True:
-            try:
-                await self._jobs.update(
+        try:
+            await insist(
+                self._runtime,
+                lambda: self._jobs.update(
                     job.account,
                     job.id,
                     lambda it: decide.ready(it.job, job.epoch, address, self._jobs.wall()),
-                )
-            except (Retriable, UnknownOutcome):
-                await self._runtime.sleep(_RETRY_S)
-            except (Gone, NotFound) as error:
-                raise Fenced(str(error)) from error
-            else:
-                events.emit(Started(job=job.name, epoch=job.epoch, address=address))
-                return
+                ),
+            )
+        except (Gone, NotFound) as error:
+            raise Fenced(str(error)) from error
+        events.emit(Started(job=job.name, epoch=job.epoch, address=address))
 
     async def _report(self, tended: _Tended, how: str, reason: str) -> None:
         """Say how it ended, and take back its alive key in the same transaction.
@@ -419,25 +416,22 @@ class Host:
         If this host dies before, the key ends by itself and others conclude the same.
         """
         job = tended.job
-        while True:
-            try:
-                found = await self._jobs.get(job.account, job.id)
-                entry = found.alive_entry
-                ours = entry is not None and entry.lease == tended.lease
-                if entry is None or not ours:
-                    return  # others have concluded, or will
-                if found.job.epoch != job.epoch or found.job.state == "UNREADABLE":
-                    await self._jobs.clear(job.account, job.id, job.epoch, tended.lease)
-                    return
-                new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)
-                if await self._jobs.commit(
-                    found, new, compare=(same_life(entry),), ops=[Delete(entry.key)]
-                ):
-                    return
-            except (Retriable, UnknownOutcome):
-                await self._runtime.sleep(_RETRY_S)
-            except NotFound:
-                return
+
+        async def report() -> bool:
+            found = await self._jobs.get(job.account, job.id)
+            entry = found.alive_entry
+            if entry is None or entry.lease != tended.lease:
+                return True  # others have concluded, or will
+            if found.job.epoch != job.epoch or found.job.state == "UNREADABLE":
+                await self._jobs.clear(job.account, job.id, job.epoch, tended.lease)
+                return True
+            new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)
+            gone = Delete(entry.key)
+            return await self._jobs.commit(found, new, compare=(same_life(entry),), ops=[gone])
+
+        with contextlib.suppress(NotFound):
+            while not await insist(self._runtime, report):
+                pass  # the job was changed meanwhile: read it again
 
 
 def _outcome(job: Job, how: str, reason: str, now: float, budget: Budget) -> Job:

@@ -22,8 +22,8 @@ from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.nursery import Nursery, begin
-from holdfast.timeouts import DEFAULTS
+from holdfast.proc.forkserver import ForkServer, begin
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["HostSettings", "main"]
 
@@ -48,10 +48,10 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 PRELOAD = ("holdfast.trainer.preload",)
-"""What the nursery of a host has imported that starts Holdfast's own trainers."""
+"""What the fork server of a host has imported that starts Holdfast's own trainers."""
 
 
-async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
+async def serve(settings: HostSettings, forks: ForkServer | None = None) -> None:
     """Be a host until a signal comes."""
     folder = Path(settings.folder)
     launcher = LocalLauncher(
@@ -61,7 +61,7 @@ async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
         allow_commands=settings.allow_commands,
         health_path=settings.health_path,
         start_s=settings.start_s,
-        nursery=nursery,
+        forks=forks,
     )
     async with ledger.open(settings.ledger) as opened:
         runtime = LiveRuntime(opened)
@@ -77,7 +77,7 @@ async def serve(settings: HostSettings, nursery: Nursery | None = None) -> None:
             launcher,
             settings.name,
             capacity=settings.capacity,
-            lease_s=settings.lease_s,
+            timeouts=Timeouts(host_lease_s=settings.lease_s),
             grace_s=settings.grace_s,
             budget=Budget(restarts=settings.restarts),
             me=_me(settings.name),
@@ -103,11 +103,11 @@ def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=HostSettings)
     own = any(is_own(shlex.split(command)) for command in settings.trainers.values())
-    nursery = begin(PRELOAD) if own else None
+    forks = begin(PRELOAD) if own else None
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     private_folder(log.parent)
     events.configure(log, process=settings.name)
-    asyncio.run(serve(settings, nursery))
+    asyncio.run(serve(settings, forks))
 
 
 if __name__ == "__main__":

@@ -25,17 +25,18 @@ from typing import Any
 
 import msgspec
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
 from holdfast.machine import begun_at, listeners, listening_users
-from holdfast.nursery import Nursery
+from holdfast.proc import child as child_module
+from holdfast.proc.forkserver import ForkServer
 
 __all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
 
 _IMPORTS_S = 60.0
-"""Longer than this, nobody waits for a nursery."""
+"""Longer than this, nobody waits for a fork server."""
 _LOGS = 32
 """Of how many epochs of a job the output is kept."""
 _LOOK_S = 0.02
@@ -68,10 +69,10 @@ class LocalLauncher(Launcher):
         host: str = "127.0.0.1",
         health_path: str = "/api/v1/healthz",
         start_s: float = 300.0,
-        nursery: Nursery | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
-        """With a nursery, Holdfast's own trainers are forked from it."""
-        self._nursery = nursery
+        """With a fork server, Holdfast's own trainers are forked from it."""
+        self._forks = forks
         self._trainers = dict(trainers)
         self._folder = folder
         self._ledger_url = ledger_url
@@ -84,7 +85,7 @@ class LocalLauncher(Launcher):
     async def start(self, ticket: Ticket) -> Running:
         """Start the job's command on a port of its own."""
         argv = self.command(ticket.spec)
-        held = procs.HeldPort(self._host)
+        held = proc.HeldPort(self._host)
         port = held.port
         who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch, ticket.secret)
         env = {
@@ -104,7 +105,7 @@ class LocalLauncher(Launcher):
         try:
             given: Any = {"name": who.name, "env": env, "log": log}
             words = [arg.replace("{port}", str(port)) for arg in argv]
-            child = await self._forked(words, given) or procs.spawn(words, **given)
+            child = await self._forked(words, given) or proc.spawn(words, **given)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOEXEC, errno.E2BIG):
                 raise Unavailable(f"{argv[0]} could not be started: {error}") from error
@@ -115,14 +116,14 @@ class LocalLauncher(Launcher):
             child.kill_group()
             raise
 
-    async def _forked(self, argv: Sequence[str], given: Any) -> procs.Child | None:
-        if self._nursery is None or not is_own(argv):
+    async def _forked(self, argv: Sequence[str], given: Any) -> proc.Child | None:
+        if self._forks is None or not is_own(argv):
             return None
-        self._nursery.tend()
+        self._forks.tend()
         until = time.monotonic() + _IMPORTS_S
-        while self._nursery.alive() and not self._nursery.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
+        while self._forks.alive() and not self._forks.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
             await asyncio.sleep(_LOOK_S)
-        return self._nursery.spawn(argv, **given)
+        return self._forks.spawn(argv, **given)
 
     def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
         """The command that a spec asks for. `Mistake` when it may not, or there is none."""
@@ -160,10 +161,10 @@ class LocalProcess(Running):
 
     def __init__(
         self,
-        child: procs.Child,
+        child: proc.Child,
         who: Incarnation,
         host: str,
-        held: procs.HeldPort,
+        held: proc.HeldPort,
         health_path: str,
         start_s: float,
     ) -> None:
@@ -181,7 +182,7 @@ class LocalProcess(Running):
     def _trim(self) -> None:
         """Bound its log, now and then."""
         self._child.trim_log()
-        self._trimming = asyncio.get_running_loop().call_later(procs.TRIM_S, self._trim)
+        self._trimming = asyncio.get_running_loop().call_later(child_module.TRIM_S, self._trim)
 
     def _on_end(self) -> None:
         self._trimming.cancel()

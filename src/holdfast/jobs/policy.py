@@ -9,10 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast.errors import Mistake
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["ROOM_S", "Policy", "read_policy"]
-
-ROOM_S = 300.0
-"""How long to wait for room on a full disk, unless told otherwise."""
+__all__ = ["Policy", "read_policy"]
 
 
 class Policy(BaseModel):
@@ -57,7 +54,7 @@ class Policy(BaseModel):
         default=4096, ge=1, description="Models at once, in memory or put aside on disk."
     )
     silent_s: float = Field(
-        default=300.0,
+        default=DEFAULTS.session_silent_s,
         gt=0,
         description="Models of a session that is not heard of for so long are put aside.",
     )
@@ -69,7 +66,9 @@ class Policy(BaseModel):
         description="An operation during which so many trainers died is not tried again.",
     )
     room_s: float = Field(
-        default=ROOM_S, ge=0, description="How long to wait for room on a full disk."
+        default=DEFAULTS.disk_room_s,
+        ge=0,
+        description="How long to wait for room on a full disk.",
     )
     session_s: float = Field(
         default=86_400.0, gt=0, description="A session that is not heard of for so long ends."

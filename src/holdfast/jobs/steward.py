@@ -5,7 +5,6 @@ host died does not stay RUNNING, or DELETING, for ever. Many may do it at once: 
 """
 
 import asyncio
-import contextlib
 
 from holdfast.errors import Retriable, UnknownOutcome
 from holdfast.jobs import decide
@@ -13,10 +12,9 @@ from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import settle_one
 from holdfast.jobs.store import Jobs
 from holdfast.jobs.view import View, keep
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Steward"]
-
-_LATER_S = 1.0
 
 
 class Steward:
@@ -37,7 +35,7 @@ class Steward:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                await runtime.sleep(_LATER_S * (0.5 + runtime.random.random()))
+                await runtime.sleep(DEFAULTS.steward_wait_s * (0.5 + runtime.random.random()))
                 names, self._due = sorted(self._due), set()
                 for name in names:
                     await self._settle(name)
@@ -61,9 +59,9 @@ class Steward:
         it = self._view.jobs.get(name)
         if it is None or not self._is_due(name):
             return
-        with contextlib.suppress(UnknownOutcome):  # the next change tells
-            try:
-                await settle_one(self._jobs, it, self._budget)
-            except Retriable:
-                self._due.add(name)
-                self._wake.set()
+        try:
+            await settle_one(self._jobs, it, self._budget)
+        except UnknownOutcome:
+            pass  # the next change tells
+        except Retriable:
+            self._changed({name})

@@ -7,23 +7,27 @@ A job whose record or sign of life cannot be read is there all the same, as UNRE
 nobody else, and can be deleted.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import Conflict, Exists, NotFound, Retriable, Unavailable, UnknownOutcome
+from holdfast.errors import Conflict, Exists, NotFound, Unavailable, UnknownOutcome
 from holdfast.jobs import decide
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.records import NAME, Alive, Job, Keys, write
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, Entry, Get, Op, Put, absent, same_life
 from holdfast.ledger.unreadable import Unreadable, readable, tell
+from holdfast.retry import Policy
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Jobs", "Seen"]
 
-_ATTEMPTS = 16
 _DIGITS = 19
+_AGAIN = Policy(
+    attempts=16, base_s=0.005, max_s=0.5, jitter=0.5, deadline_s=DEFAULTS.update_deadline_s
+)
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -104,24 +108,22 @@ class Jobs:
         """Make a job; `Exists` when the id has been used, whatever became of it."""
         new = decide.create(account, job, spec, self.wall())
         compare, ops = write(self.keys, new, over=None)
-        failure: Exception | None = None
-        for attempt in range(_ATTEMPTS):
-            await self._pause(attempt)
-            try:
-                txn = await self.runtime.ledger.txn(compare, ops)
-                if txn.succeeded:
-                    return new
-                found = await self.get(account, job)
-            except (Unavailable, UnknownOutcome) as error:
-                failure = error
-                continue
-            if failure is not None and found.job.created_at == new.created_at:
+        attempts = 0
+
+        async def once() -> Job:
+            nonlocal attempts
+            attempts += 1
+            txn = await self.runtime.ledger.txn(compare, ops)
+            if txn.succeeded:
+                return new
+            found = await self.get(account, job)
+            if attempts > 1 and found.job.created_at == new.created_at:
                 return found.job  # an earlier attempt of ours, whose answer was lost
             raise Exists(
                 f"the job {new.name} exists already ({found.job.state}); ids are not used again"
             )
-        assert failure is not None
-        raise failure
+
+        return await self._again(once)
 
     async def change(self, account: str, job: str, verb: Verb, **fields: Any) -> Job:
         """Do what a user asks for; returns the job as it is then."""
@@ -147,22 +149,17 @@ class Jobs:
 
         The function recognises its own effect: it is asked again when an answer was lost.
         """
-        failure: Retriable | UnknownOutcome | None = None
-        for attempt in range(_ATTEMPTS):
-            await self._pause(attempt)
-            try:
-                found = await self.get(account, job)
-                new = decision(found)
-                if new is None:
-                    return found.job
-                if await self.commit(found, new, compare=compare, ops=ops(found)):
-                    return new
-            except (Unavailable, UnknownOutcome) as error:
-                failure = error
-                continue
-            failure = Conflict(f"the job {account}/{job} was changed by others again and again")
-        assert failure is not None
-        raise failure
+
+        async def once() -> Job:
+            found = await self.get(account, job)
+            new = decision(found)
+            if new is None:
+                return found.job
+            if await self.commit(found, new, compare=compare, ops=ops(found)):
+                return new
+            raise Conflict(f"the job {account}/{job} was changed by others again and again")
+
+        return await self._again(once)
 
     async def commit(
         self,
@@ -198,10 +195,11 @@ class Jobs:
         if isinstance(alive, Unreadable) or alive.epoch == epoch:
             await self.runtime.ledger.txn([same_life(entry)], [Delete(key)])
 
-    async def _pause(self, attempt: int) -> None:
-        if attempt:
-            luck = 0.5 + self.runtime.random.random()
-            await self.runtime.sleep(min(0.5, 0.002 * 2**attempt) * luck)
+    async def _again(self, once: Callable[[], Awaitable[Job]]) -> Job:
+        """Try again what recognises its own effect."""
+        return await _AGAIN.acall(
+            once, on=(Conflict, Unavailable, UnknownOutcome), clock=self.runtime
+        )
 
 
 def seen(entry: Entry, alive: Entry | None, epoch: Entry | None, revision: int) -> Seen:

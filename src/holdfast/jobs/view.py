@@ -1,6 +1,5 @@
 """All jobs of a run, followed: what hosts and gateways know without asking."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 
@@ -48,19 +47,8 @@ class View:
             self.jobs[name] = seen(entry, alive, epoch, step.revision)
 
 
-async def keep(
-    runtime: Runtime,
-    view: View,
-    changed: Callable[[set[str]], None],
-    *,
-    lag: Callable[[], float] = lambda: 0.0,
-) -> None:
-    """Keep a view up to date, for ever; `changed` hears which jobs to look at.
-
-    `lag` makes it late on purpose: a view is allowed to be, and tests make use of it.
-    """
+async def keep(runtime: Runtime, view: View, changed: Callable[[set[str]], None]) -> None:
+    """Keep a view up to date, for ever; `changed` hears which jobs to look at."""
     async with contextlib.aclosing(follow(runtime, view._keys.root)) as steps:
         async for step in steps:
-            if delay_s := lag():
-                await asyncio.sleep(delay_s)
             changed(view.apply(step))

@@ -32,7 +32,7 @@ from holdfast.launch.warden import Warden
 from holdfast.launch.warm import PRELOAD, WarmPool
 from holdfast.launch.workers import check
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.nursery import Nursery
+from holdfast.proc.forkserver import ForkServer
 from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.probe import ProbeServer, is_alive
@@ -67,7 +67,7 @@ class NodeLeft(events.Event, frozen=True, tag="launch.node.left"):
     reason: str
 
 
-async def run(plan: Plan, nursery: Nursery | None = None) -> int:
+async def run(plan: Plan, forks: ForkServer | None = None) -> int:
     """Be this node until the run has ended; returns the exit code."""
     check(plan.spec)
     wrong = await examine(plan.settings.checks)
@@ -75,7 +75,7 @@ async def run(plan: Plan, nursery: Nursery | None = None) -> int:
         _say(f"this node is unhealthy and does not join: {wrong}")
         return UNHEALTHY
     warden = Warden()
-    pool = WarmPool(plan.spec, preload=plan.preload, nursery=nursery) if plan.warm else None
+    pool = WarmPool(plan.spec, preload=plan.preload, forks=forks) if plan.warm else None
     if pool is not None:
         pool.fill()
     crew = NodeCrew(plan.spec, plan.settings, plan.logs, pool=pool, warden=warden, say=_say)
@@ -86,8 +86,8 @@ async def run(plan: Plan, nursery: Nursery | None = None) -> int:
         if pool is not None:
             await pool.close()
         await warden.close()
-        if nursery is not None:
-            nursery.close()
+        if forks is not None:
+            forks.close()
     events.emit(
         NodeLeft(run=plan.settings.run, node=plan.identity.name, exit_code=code, reason=reason)
     )

@@ -16,7 +16,7 @@ from holdfast.launch import agent, flags, torch_flags
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Delete, unchanged
-from holdfast.nursery import inherit
+from holdfast.proc.forkserver import inherit
 from holdfast.rendezvous.decide import restart
 from holdfast.rendezvous.overview import lines, look
 from holdfast.rendezvous.records import Cause, Cycle, Drain, Keys, put_cycle
@@ -134,11 +134,11 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
     if given["dry_run"]:
         click.echo(flags.describe(plan))
         return
-    nursery = inherit()
+    forks = inherit()
     folder = plan.logs.folder / plan.settings.run / "events"
     folder.mkdir(parents=True, exist_ok=True)
     _log_events(folder / f"{plan.settings.node}.jsonl", plan.settings.node)
-    code = asyncio.run(agent.run(plan, nursery))
+    code = asyncio.run(agent.run(plan, forks))
     raise click.exceptions.Exit(code)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from holdfast import events, procs
+from holdfast import events, proc
 from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.launch import hang
 from holdfast.launch.hang import Limits
@@ -127,7 +127,7 @@ class NodeCrew:
         self._longest_s = 0.0
         self._told_stacks = False
         self._probe: asyncio.Task[str] | None = None
-        self._held: procs.HeldPort | None = None
+        self._held: proc.HeldPort | None = None
         warden.failed.add_done_callback(lambda why: self.leave(Leaving(why.result(), _UNABLE)))
 
     # ---- what `attend` asks for --------------------------------------------------
@@ -137,7 +137,7 @@ class NodeCrew:
 
         It is held on every address, because torch's own store listens on every address.
         """
-        self._held = procs.HeldPort("::" if ":" in self._settings.address else "")
+        self._held = proc.HeldPort("::" if ":" in self._settings.address else "")
         return self._held.port
 
     async def start(self, place: Place) -> None:

@@ -1,4 +1,4 @@
-"""A `child.py` that came out of a nursery: its line is standard input, and all is imported."""
+"""A `child.py` that came out of a fork server: its line is standard input, and all is imported."""
 
 import os
 import sys

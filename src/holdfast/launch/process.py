@@ -4,7 +4,7 @@ Responsible for: starting a process that dies with the agent, leads its own sess
 tells its end through a pidfd (no polling, no SIGCHLD); giving a waiting `child.py` its
 order.
 
-Invariants: as in `holdfast.procs`, an ended child stays a zombie, and so keeps its pid and
+Invariants: as in `holdfast.proc`, an ended child stays a zombie, and so keeps its pid and
 the number of its group, until `collect` has killed the group. `collect` never blocks on a
 process that still runs, and is not through before everybody in the group is dead. Nothing of
 the user's runs in a `Blank` before `give`, so whoever has to know its pid can be told first.
@@ -26,8 +26,8 @@ from pathlib import Path
 
 from holdfast.errors import Denied, NotFound, TooLarge, Unavailable
 from holdfast.launch.spec import Order, encode
-from holdfast.nursery import Nursery
-from holdfast.procs import Child, die_with_parent
+from holdfast.proc import Child, die_with_parent
+from holdfast.proc.forkserver import ForkServer
 
 __all__ = ["Blank", "Process"]
 
@@ -177,7 +177,7 @@ class Blank:
         cwd: str,
         preload: Sequence[str] = (),
         door: bool = False,
-        nursery: Nursery | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         """`door`: it becomes a program, and need not be a good home for Python code."""
         self.env, self.cwd, self.preload = env, cwd, tuple(preload)
@@ -186,7 +186,7 @@ class Blank:
         with theirs:
             self._ours.setblocking(False)
             try:
-                self.process = self._forked(nursery, theirs) or Process.start(
+                self.process = self._forked(forks, theirs) or Process.start(
                     [*(_DOOR if door else _PYTHON), _CHILD, str(theirs.fileno()), *preload],
                     name=_WAITING,
                     env=env,
@@ -198,10 +198,10 @@ class Blank:
                 raise
         asyncio.get_running_loop().add_reader(self._ours, self._hear)
 
-    def _forked(self, nursery: Nursery | None, line: socket.socket) -> Process | None:
-        if nursery is None or self.cwd != str(Path.cwd()):
+    def _forked(self, forks: ForkServer | None, line: socket.socket) -> Process | None:
+        if forks is None or self.cwd != str(Path.cwd()):
             return None
-        child = nursery.spawn([*_FORKED, *self.preload], name=_WAITING, env=self.env, line=line)
+        child = forks.spawn([*_FORKED, *self.preload], name=_WAITING, env=self.env, line=line)
         return Process(child.process, _WAITING) if child is not None else None
 
     async def give(self, order: Order) -> Process:

@@ -36,7 +36,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
-from holdfast.nursery import Nursery
+from holdfast.proc.forkserver import ForkServer
 
 __all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 
@@ -103,7 +103,7 @@ class WarmPool:
         cwd: Path | None = None,
         preload: Sequence[str] = PRELOAD,
         budget: Budget | None = None,
-        nursery: Nursery | None = None,
+        forks: ForkServer | None = None,
         patience_s: float = 20.0,
         tell: Callable[[events.Event], None] = events.emit,
     ) -> None:
@@ -114,7 +114,7 @@ class WarmPool:
         self._cwd = str(cwd or Path.cwd())
         self._preload = tuple(preload)
         self._budget = budget or Budget(6 * spec.slots)
-        self._nursery = nursery
+        self._forks = forks
         self._patience_s = patience_s
         self._tell = tell
         self._blanks: list[Blank] = []
@@ -164,7 +164,7 @@ class WarmPool:
             if blank.process.running():
                 return blank, ""
             self._end(blank)
-        if self._nursery is not None and self._nursery.ready():
+        if self._forks is not None and self._forks.ready():
             return self._blank(), ""
         return None, "no interpreter was ready"
 
@@ -221,7 +221,7 @@ class WarmPool:
 
     def _blank(self) -> Blank:
         self.started += 1
-        return Blank(env=self._env, cwd=self._cwd, preload=self._preload, nursery=self._nursery)
+        return Blank(env=self._env, cwd=self._cwd, preload=self._preload, forks=self._forks)
 
     def _ready(self, blank: Blank, said: bytes) -> None:
         self._usual_priority(blank)

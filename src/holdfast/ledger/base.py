@@ -41,6 +41,7 @@ from holdfast.ledger.types import (
     check_ttl,
     check_txn,
 )
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 PAGE_ENTRIES = 1000
 _RESTARTS_MAX = 5
@@ -87,6 +88,10 @@ class Ledger(abc.ABC):
     url: str = ""
     """What leads others on this machine to the same ledger: without the password, with paths
     made absolute. Empty when it was not made by `open`."""
+
+    timeouts: Timeouts = DEFAULTS
+    """The times that this ledger keeps, and everything that is built on it: leases, updates,
+    elections, rendezvous."""
 
     # ---- life ----------------------------------------------------------------
 

@@ -35,8 +35,12 @@ from holdfast.ledger.types import (
     same_life,
     unchanged,
 )
+from holdfast.retry import Pauses, Policy
 
 __all__ = ["Acquire", "Election", "Held", "Leader", "Leadership", "Token", "Wait", "decide"]
+
+# A candidate must not sleep through the vacancy that it waits for.
+_PACE = Policy(base_s=0.15, factor=1.0, jitter=2 / 3)
 
 
 class Leader(Record, frozen=True, kw_only=True):
@@ -113,7 +117,10 @@ class Leadership:
 class Election:
     """A candidate. `async with election.lead() as leadership` waits until it is elected."""
 
-    def __init__(self, runtime: Runtime, prefix: str, name: str, *, ttl_s: float = 10.0) -> None:
+    def __init__(
+        self, runtime: Runtime, prefix: str, name: str, *, ttl_s: float | None = None
+    ) -> None:
+        """`ttl_s` is the lease of a leader; without it, the ledger's `ledger_lease_s`."""
         check_key(prefix)
         self._runtime = runtime
         self._prefix = prefix
@@ -136,6 +143,7 @@ class Election:
 
     async def _campaign(self, keeper: Keeper) -> Held | None:
         """Run until elected, or until the lease has ended (None)."""
+        pauses = Pauses(self._runtime, _PACE)
         while keeper.believes():
             try:
                 view = await self._runtime.ledger.range(self._prefix + "/")
@@ -149,8 +157,8 @@ class Election:
                     await self._until_vacant(view.revision + 1, keeper)
             except LeaseLost:
                 return None
-            except (Retriable, UnknownOutcome, Compacted):
-                await self._runtime.sleep(0.1 * (0.5 + self._runtime.random.random()))
+            except (Retriable, UnknownOutcome, Compacted) as error:
+                await pauses.wait(error)
         return None
 
     def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:

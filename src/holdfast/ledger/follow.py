@@ -12,11 +12,9 @@ import msgspec
 from holdfast.errors import Compacted, Retriable
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Batch, Entry
+from holdfast.retry import Pauses
 
 __all__ = ["Step", "follow"]
-
-_PAUSE_S = 0.05
-_PAUSE_MAX_S = 2.0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -36,11 +34,11 @@ async def follow(runtime: Runtime, prefix: str) -> AsyncGenerator[Step, None]:
     Goes on for ever: a ledger that is away is tried again. Close the iterator
     (`contextlib.aclosing`) when done.
     """
-    pause_s = _PAUSE_S
+    pauses = Pauses(runtime)
     while True:
         try:
             whole = await runtime.ledger.range(prefix)
-            pause_s = _PAUSE_S
+            pauses.reset()
             entries = {entry.key: entry for entry in whole.entries}
             yield Step(whole.revision, entries, None)
             async with runtime.ledger.watch(prefix, start=whole.revision + 1) as watch:
@@ -53,6 +51,5 @@ async def follow(runtime: Runtime, prefix: str) -> AsyncGenerator[Step, None]:
                     yield Step(batch.revision, entries, batch)
         except Compacted:
             continue
-        except Retriable:
-            await runtime.sleep(pause_s * (0.5 + runtime.random.random()))
-            pause_s = min(pause_s * 2, _PAUSE_MAX_S)
+        except Retriable as error:
+            await pauses.wait(error)

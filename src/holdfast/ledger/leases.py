@@ -1,9 +1,10 @@
 """Keeping a lease alive, and knowing by one's own clock when it may have ended.
 
-A `Keeper` renews its lease every third of its time to live. It counts from the moment a
-renewal was *sent*, so it gives up no later than the ledger does, as long as the clocks
-run at about the same rate. A process that hangs does not notice in time all the same: a
-keeper makes things fast, comparing in the transaction makes them safe.
+A `Keeper` renews its lease about three times within its time to live (`lease_keepalive_s` of
+the ledger's time-outs). It counts from the moment a renewal was *sent*, so it gives up no later
+than the ledger does, as long as the clocks run at about the same rate. A process that hangs
+does not notice in time all the same: a keeper makes things fast, comparing in the transaction
+makes them safe.
 """
 
 import asyncio
@@ -20,9 +21,13 @@ __all__ = ["Keeper"]
 class Keeper:
     """One lease and the task that renews it. Use `async with`; leaving it ends the lease."""
 
-    def __init__(self, runtime: Runtime, ttl_s: float) -> None:
+    def __init__(self, runtime: Runtime, ttl_s: float | None = None) -> None:
+        """`ttl_s` is how long the lease lives; without it, the ledger's `ledger_lease_s`."""
+        times = runtime.ledger.timeouts
         self._runtime = runtime
-        self._ttl_s = ttl_s
+        self._ttl_s = times.ledger_lease_s if ttl_s is None else ttl_s
+        # Longer and shorter leases are renewed in proportion.
+        self._share = times.lease_keepalive_s / times.ledger_lease_s
         self._valid_until = 0.0
         self._task: asyncio.Task[None] | None = None
         self.lease: Lease
@@ -64,7 +69,7 @@ class Keeper:
             self.lost.set()
 
     async def _keep(self) -> None:
-        pause_s = self.lease.ttl_s / 3
+        pause_s = self.lease.ttl_s * self._share
         while self.believes():
             await self._runtime.sleep(min(pause_s, self._valid_until - self._runtime.now()))
             sent = self._runtime.now()
@@ -75,7 +80,7 @@ class Keeper:
             except LeaseLost:
                 return
             except (Retriable, UnknownOutcome, TimeoutError):
-                pause_s = self.lease.ttl_s / 10
+                pause_s = self.lease.ttl_s * self._share / 3
                 continue
             self._valid_until = sent + ttl_s
-            pause_s = ttl_s / 3
+            pause_s = ttl_s * self._share

@@ -7,20 +7,24 @@ newer one added, and an older writer that changes a newer record keeps what it d
 know (`encode(..., over=...)`).
 
 `update` is the usual pattern: read, decide (a pure function), compare and set, again on
-conflict. The deciding function may be called several times, also after its own effect is
-already there because an answer was lost: it must recognise its own effect, so what it
-writes carries an identity that stays the same across attempts.
+conflict. An answer may be lost after the change was made, so the deciding function could
+meet its own effect. `update` never lets that happen unless the caller says that it does no
+harm (`repeatable=True`): as soon as the record may have been changed by the lost attempt,
+`UnknownOutcome` is raised. A repeatable decision recognises its own effect: what it writes
+carries an identity that stays the same across attempts.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
-from holdfast.errors import Conflict, Corrupt, Fenced, Unavailable, UnknownOutcome
+from holdfast.errors import Conflict, Corrupt, Fenced, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged
+from holdfast.retry import Policy
 
 __all__ = [
     "KEEP",
@@ -76,6 +80,9 @@ KEEP = Verdict("KEEP")
 REMOVE = Verdict("REMOVE")
 """What a deciding function returns to delete the record."""
 
+_ATTEMPTS_MAX = 10_000
+"""Time ends an update, not the number of its attempts: the waits between them add up."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -127,33 +134,95 @@ async def update(
     *,
     lease: int | None = None,
     guards: Sequence[Compare] = (),
-    attempts: int = 16,
+    repeatable: bool = False,
 ) -> Stored[R] | None:
     """Change one record by a pure function; returns what is there afterwards.
 
     `lease=None` keeps the lease that the record has. `guards` are further conditions
     (fences): when one of them does not hold, and the record itself has not changed,
     `Fenced` is raised at once, because trying again cannot help.
+
+    A conflict, a ledger that is away and a lost answer are tried again for as long as the
+    ledger's `update_deadline_s` allows. `repeatable` says that `decide` does no harm where its
+    own effect is already there: it recognises the effect, or writes the same once more. Without
+    it, `UnknownOutcome` is raised when an answer was lost and the record may have changed since:
+    the change may have been ours. The same error is raised when time runs out before anybody
+    knows what became of a lost attempt.
     """
-    failure: Conflict | UnknownOutcome | Unavailable | None = None
-    for attempt in range(attempts):
-        if attempt:
-            await runtime.sleep(min(0.5, 0.002 * 2**attempt) * (0.5 + runtime.random.random()))
+    change = _Change(runtime, key, kind, decide, lease, guards, repeatable)
+    policy = Policy(
+        attempts=_ATTEMPTS_MAX,
+        base_s=0.006,
+        max_s=0.75,
+        jitter=2 / 3,
+        deadline_s=runtime.ledger.timeouts.update_deadline_s,
+    )
+    try:
+        return await policy.acall(change.attempt, on=change.goes_on, clock=runtime)
+    except Retriable as error:
+        if change.lost is None:
+            raise
+        raise change.unknown("later attempts failed") from error
+
+
+@dataclass(slots=True)
+class _Change(Generic[R]):
+    """One update under way, and what its attempts have left behind."""
+
+    runtime: Runtime
+    key: str
+    kind: type[R]
+    decide: Callable[[R | None], R | Verdict]
+    lease: int | None
+    guards: Sequence[Compare]
+    repeatable: bool
+    lost: UnknownOutcome | None = None
+    """The last attempt whose answer was lost, and `over`: the entry that it would replace."""
+    over: Entry | None = None
+    given_up: UnknownOutcome | None = None
+
+    def goes_on(self, error: Exception) -> bool:
+        """Whether another attempt may follow this error."""
+        return (
+            isinstance(error, Conflict | Unavailable | UnknownOutcome)
+            and error is not self.given_up
+        )
+
+    async def attempt(self) -> Stored[R] | None:
+        """Read, decide, compare and set, once."""
+        stored = await load(self.runtime.ledger, self.key, self.kind)
+        entry = stored.entry if stored else None
+        # A record that is absent again may have been ours, and deleted: that proves nothing.
+        if self.lost is not None and (entry is None or entry != self.over):
+            self._may_be_ours()
+        verdict = self.decide(stored.record if stored else None)
+        if verdict is KEEP or (verdict is REMOVE and stored is None):
+            return stored
         try:
-            stored = await load(runtime.ledger, key, kind)
-            verdict = decide(stored.record if stored else None)
-            if verdict is KEEP or (verdict is REMOVE and stored is None):
-                return stored
-            committed, written = await _commit(runtime, key, stored, verdict, lease, guards)
-        except (UnknownOutcome, Unavailable) as error:
-            failure = error  # look again: the next reading shows whether it took effect
-            continue
+            committed, written = await _commit(
+                self.runtime, self.key, stored, verdict, self.lease, self.guards
+            )
+        except UnknownOutcome as error:
+            self.lost, self.over = error, entry
+            raise
         if committed:
             return written
-        failure = Conflict(f"{key} was changed by others {attempt + 1} times in a row", key=key)
-    assert failure is not None
-    failure.attempt = attempts
-    raise failure
+        if self.lost is not None:
+            self._may_be_ours()
+        raise Conflict(f"{self.key} was changed by others again and again", key=self.key)
+
+    def _may_be_ours(self) -> None:
+        if not self.repeatable:
+            self.given_up = self.unknown("the record may have been changed by it")
+            raise self.given_up from self.lost
+
+    def unknown(self, why: str) -> UnknownOutcome:
+        """The error for an update of which nobody knows whether it was made."""
+        return UnknownOutcome(
+            f"{self.key} may or may not have been changed: the answer to an attempt was lost, and "
+            f"{why}; look before trying again",
+            key=self.key,
+        )
 
 
 async def _commit(

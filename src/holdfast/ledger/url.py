@@ -5,6 +5,8 @@ memory:NAME                               shared in this process
 sqlite:///relative.db[?sync=full]         one machine, many processes
 sqlite:////absolute/path.db               four slashes: an absolute path
 etcd://[user:password@]host:port[,host:port...][?tls=1&ca=FILE&cert=FILE&key=FILE&timeout=5]
+
+`timeout` goes before `ledger_call_s` of the table of time-outs.
 """
 
 from pathlib import Path
@@ -14,6 +16,7 @@ from holdfast.errors import MissingPackage, Mistake
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.memory import MemoryLedger, shared_hub
 from holdfast.machine import state_dir
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["lasting", "open", "without_password"]
 
@@ -22,23 +25,26 @@ _TRUE = {"1", "true", "yes", "on"}
 _FILES = {"ca", "cert", "key"}
 
 
-def open(url: str) -> Ledger:
+def open(url: str, *, timeouts: Timeouts = DEFAULTS) -> Ledger:
     """Return the ledger that `url` names, not yet started.
 
-    Use `async with open(url) as ledger` or `ledger = await open(url)`.
+    Use `async with open(url) as ledger` or `ledger = await open(url)`. `timeouts` are the times
+    that it keeps, and everything built on it; `Mistake` when they are out of order.
     """
+    timeouts.check()
     scheme, colon, rest = url.partition(":")
     if not colon:
         raise Mistake(f"{without_password(url)!r} is not a ledger URL: use {_FORMS}")
     if scheme == "memory":
         ledger = _memory(url, rest)
     elif scheme == "sqlite":
-        ledger = _sqlite(url, rest)
+        ledger = _sqlite(url, rest, timeouts)
     elif scheme == "etcd":
-        ledger = _etcd(url, rest)
+        ledger = _etcd(url, rest, timeouts)
     else:
         raise Mistake(f"no ledger is called {scheme!r}: use {_FORMS}")
     ledger.url = _lasting(url)
+    ledger.timeouts = timeouts
     return ledger
 
 
@@ -84,7 +90,7 @@ def _memory(url: str, name: str) -> Ledger:
     return MemoryLedger(shared_hub(name))
 
 
-def _sqlite(url: str, rest: str) -> Ledger:
+def _sqlite(url: str, rest: str, timeouts: Timeouts) -> Ledger:
     from holdfast.ledger.sqlite import SqliteLedger
 
     path, options = _split(url, rest, {"sync"})
@@ -95,10 +101,10 @@ def _sqlite(url: str, rest: str) -> Ledger:
     sync = options.get("sync", "normal")
     if sync not in ("normal", "full"):
         raise Mistake(f"{url!r}: sync is 'normal' (the default) or 'full', not {sync!r}")
-    return SqliteLedger(Path(unquote(path[3:])), full_sync=sync == "full")
+    return SqliteLedger(Path(unquote(path[3:])), full_sync=sync == "full", timeouts=timeouts)
 
 
-def _etcd(url: str, rest: str) -> Ledger:
+def _etcd(url: str, rest: str, timeouts: Timeouts) -> Ledger:
     address, options = _split(url, rest, {"tls", "ca", "cert", "key", "timeout"})
     if not address.startswith("//") or address == "//":
         raise Mistake(
@@ -108,10 +114,10 @@ def _etcd(url: str, rest: str) -> Ledger:
     user, _, password = login.partition(":")
     endpoints = [_endpoint(url, one) for one in hosts.split(",")]
     try:
-        timeout_s = float(options.get("timeout", "5"))
+        call_s = float(options.get("timeout", timeouts.ledger_call_s))
     except ValueError:
-        timeout_s = 0.0
-    if not 0 < timeout_s <= 3600:
+        call_s = 0.0
+    if not 0 < call_s <= 3600:
         raise Mistake(
             f"{without_password(url)!r}: timeout is a number of seconds, "
             f"not {options['timeout']!r}"
@@ -130,7 +136,8 @@ def _etcd(url: str, rest: str) -> Ledger:
         ca=_file(options, "ca"),
         cert=_file(options, "cert"),
         key=_file(options, "key"),
-        timeout_s=timeout_s,
+        timeout_s=call_s,
+        timeouts=timeouts,
     )
 
 

@@ -107,7 +107,6 @@ class Rendezvous:
     `LeaseLost`: stop the workers, leave, and enter anew.
     """
 
-    duty: type[Duty] = Duty
     _trouble: Exception | None = None
 
     def __init__(
@@ -121,6 +120,7 @@ class Rendezvous:
         lease_s: float = 5.0,
         unix: Callable[[], float] = time.time,
         is_alive: Callable[[Node, Node], Awaitable[bool | None]] | None = None,
+        duty: type[Duty] = Duty,
     ) -> None:
         """`is_alive` tells whether the node that holds our name lives: its record, then ours."""
         rules.check()
@@ -133,6 +133,7 @@ class Rendezvous:
         self._lease_s = lease_s
         self._unix = unix
         self._is_alive = is_alive
+        self._make_duty = duty
         self._head: Stored[Cycle]
         self._since = (0, 0.0)
         """The number of the cycle, and since when, by our own clock, we know of it."""
@@ -420,7 +421,9 @@ class Rendezvous:
 
     def _duty(self, guard: Compare) -> Duty:
         """The closer's work. A run whose closers come and go must not wait anew with each."""
-        return self.duty(self._runtime, self._keys, guard, self._unix, open_since=self._since)
+        return self._make_duty(
+            self._runtime, self._keys, guard, self._unix, open_since=self._since
+        )
 
     def _patience_s(self) -> float | None:
         """After how long this node does what the closer has left lying; None: never.

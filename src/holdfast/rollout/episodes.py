@@ -1,16 +1,14 @@
-"""Episodes: a model and an environment take turns on a task.
+"""Episodes: a model and an environment take turns on a task. Pure.
 
 Invariants:
 
 - The first turn, mostly the only one, is one batch of all the group's samples. Later turns, which
   differ from each other, are one sample each, with seeds of their own.
-- What comes out depends on the arguments alone, if `speak` and the environment do.
+- What comes out depends on the arguments alone, if `say` and the environment do.
 - `tokens`, `made` and `logprobs` are of one length; `pieces` has one text per token that was made.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -21,12 +19,13 @@ from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Task
 
-__all__ = ["Ended", "Episode", "Speak", "play"]
+__all__ = ["Ended", "Episode", "Said", "Say", "Speak", "play"]
 
 Ended = Literal["stop", "length"]
 Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]
 """The tokens of one sample, their log probabilities, and why it ended."""
 Speak = Callable[[Sequence[int], int, int], list[Said]]
+Say = Callable[[Sequence[int], int, int], Awaitable[list[Said]]]
 """(tokens so far, how many samples, seed) -> the samples"""
 
 
@@ -66,7 +65,8 @@ class _Draft:
         tokens = [int(token) for token in array]
         if len(tokens) != len(logprobs) or ended not in ("stop", "length"):
             raise Mistake(
-                f"speak gave {len(tokens)} tokens, {len(logprobs)} log probabilities and {ended!r}"
+                f"the sampler gave {len(tokens)} tokens, {len(logprobs)} log probabilities "
+                f"and {ended!r}"
             )
         self.tokens += tokens
         self.made += [True] * len(tokens)
@@ -92,23 +92,21 @@ async def play(
     *,
     count: int,
     max_turns: int,
-    speak: Speak,
+    say: Say,
     encode: Callable[[str], list[int]],
     decode: Callable[[Sequence[int]], str],
     seed: int,
     begin: Sequence[int] = (),
-    executor: Executor | None = None,
 ) -> list[Episode]:
-    """Play `count` episodes of a task. `speak` runs in `executor`, or in a thread of asyncio's.
+    """Play `count` episodes of a task. `begin`: tokens before the prompt, if the model wants some.
 
-    `begin` are the tokens before the prompt, where a model wants some.
+    `say` is a `Speak` that the caller can await: it runs wherever the caller wants it to.
     """
 
     async def ask(tokens: Sequence[int], samples: int, its_seed: int) -> list[Said]:
-        loop = asyncio.get_running_loop()
-        said = await loop.run_in_executor(executor, speak, tokens, samples, its_seed)
+        said = await say(tokens, samples, its_seed)
         if len(said) != samples:
-            raise Mistake(f"speak gave {len(said)} samples where {samples} were asked for")
+            raise Mistake(f"the sampler gave {len(said)} samples where {samples} were asked for")
         return said
 
     if count < 1 or max_turns < 1:

@@ -22,6 +22,7 @@ from holdfast.rollout.episodes import play
 from holdfast.rollout.happenings import Loaded, Made
 from holdfast.rollout.happenings import Spoilt as SpoiltEvent
 from holdfast.rollout.samples import items_of
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 if TYPE_CHECKING:
     from holdfast.rollout.sampler import Sampler
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Replica"]
 
 MAX_WAITING = 64
-_VERSION_S = 30.0
-"""How long a version may take to appear."""
 
 ASKED = faults.declare("rollout.make.before", "a group is asked for, nothing made")
 MADE = faults.declare("rollout.make.after", "a group is made, not in the queue")
@@ -55,6 +54,7 @@ class Replica:
         *,
         max_tokens: int,
         max_turns: int,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self.name = name
         self._sampler = sampler
@@ -64,6 +64,7 @@ class Replica:
         self._judge = judge
         self._max_tokens = max_tokens
         self._max_turns = max_turns
+        self._version_s = timeouts.replica_version_s
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -113,18 +114,16 @@ class Replica:
     async def _play(self, ask: Ask) -> Answer:
         sampler = self._sampler
         task = (await self._judge.tasks([ask.task_seed], _purpose(ask)))[0]
-        speak = sampler.speak(ask.version, ask.temperature, self._max_tokens)
         episodes = await play(
             self._judge,
             task,
             count=ask.count,
             max_turns=self._max_turns,
-            speak=speak,
+            say=sampler.say(ask.version, ask.temperature, self._max_tokens),
             encode=sampler.encode,
             decode=sampler.decode,
             seed=ask.seed,
             begin=sampler.first_token,
-            executor=sampler.thread,
         )
         scores = await self._judge.scores(task, [(one.turns, one.pieces) for one in episodes])
         await faults.apoint(MADE)
@@ -155,7 +154,7 @@ class Replica:
         """Have a version to speak with, and in the book as ours."""
         if self._sampler.has(version):
             return
-        await self._subscriber.wait_for(version, _VERSION_S)
+        await self._subscriber.wait_for(version, self._version_s)
         async with self._subscriber.pin(version) as pin:
             await self._sampler.load(pin)
             await faults.apoint(LOADED)

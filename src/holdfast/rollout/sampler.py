@@ -1,15 +1,16 @@
 """The part of a replica that speaks: its own engine (`own_sampler`), or vLLM (`vllm_sampler`).
 
-A replica asks for one thing at a time: `load` a version unless it `has` it, then `speak` with
-it. What `speak` gives blocks, and is called from `thread` alone.
+A replica asks for one thing at a time: `load` a version unless it `has` it, then `say` something
+with it. What `speak` gives blocks, and is called from `thread` alone.
 """
 
 import abc
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from holdfast.rollout.episodes import Speak
+from holdfast.rollout.episodes import Said, Say, Speak
 
 if TYPE_CHECKING:
     from holdfast.weights.pin import Pin
@@ -47,6 +48,16 @@ class Sampler(abc.ABC):
         """Tokens as a text."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+    def say(self, version: int, temperature: float, max_tokens: int) -> Say:
+        """What `speak` gives, for the event loop: it runs in our thread."""
+        speak = self.speak(version, temperature, max_tokens)
+
+        async def say(tokens: Sequence[int], count: int, seed: int) -> list[Said]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.thread, speak, tokens, count, seed)
+
+        return say
 
     @abc.abstractmethod
     def has(self, version: int) -> bool:

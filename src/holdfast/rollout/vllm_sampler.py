@@ -34,7 +34,7 @@ import numpy as np
 from holdfast import events
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.rollout.episodes import Said, Speak
 from holdfast.rollout.sampler import Sampler
 from holdfast.servers import HOST

@@ -16,7 +16,7 @@ from types import FrameType
 
 import msgspec
 
-from holdfast import procs
+from holdfast import proc
 from holdfast.errors import HoldfastError, Mistake, TimedOut
 from holdfast.run.folder import Folder
 from holdfast.run.supervisor import FAULTS, LINE
@@ -38,7 +38,7 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
     given = [str(folder.path), "--plan", plan, "--seed", str(seed)]
     given += ["--steps", str(folder.config.steps), "--faults", str(faults)]
     needs = _needs(given)
-    children: list[procs.Child] = []
+    children: list[proc.Child] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         for child in children:
@@ -48,8 +48,8 @@ def drive(folder: Folder, plan: str, *, seed: int, faults: int, flags: Sequence[
     log = folder.path / "logs" / "chaos.log"
     try:
         with (
-            procs.HeldPort() if needs.line else contextlib.nullcontext(0) as port,
-            procs.spawn([*_CHAOS, *given, "--line", str(port)], name="chaos", log=log) as chaos,
+            proc.HeldPort() if needs.line else contextlib.nullcontext(0) as port,
+            proc.spawn([*_CHAOS, *given, "--line", str(port)], name="chaos", log=log) as chaos,
         ):
             for _ in range(MAX_LIVES):
                 line = port if chaos.alive() else 0
@@ -80,16 +80,16 @@ def _needs(given: Sequence[str]) -> _Needs:
 
 def _supervisor(
     folder: Folder, flags: Sequence[str], *, faults: str = "", line: int = 0
-) -> procs.Child:
+) -> proc.Child:
     argv = [sys.executable, "-m", "holdfast", "run", "--resume", str(folder.path), *flags]
     env = {FAULTS: faults} if faults else {}
     if line:
         env[LINE] = str(line)
     # What it says goes where ours goes; Ctrl-C is passed on to it.
-    return procs.spawn(argv, name="supervisor", env=env, stdin=None)
+    return proc.spawn(argv, name="supervisor", env=env, stdin=None)
 
 
-def _ended(child: procs.Child, *, line: procs.Child | None = None) -> int:
+def _ended(child: proc.Child, *, line: proc.Child | None = None) -> int:
     """Wait for its end; bring it about if it has a line and who carries that has died."""
     while True:
         try:

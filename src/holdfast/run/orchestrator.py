@@ -42,6 +42,7 @@ from holdfast.run.metrics import Metrics
 from holdfast.run.pool import Pool
 from holdfast.run.records import Drop, EvalDone, ModelRecord, RunDone, StepDone, StepRecord
 from holdfast.run.steps import Steps
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.queue import Batch, Queue, Sample
 
 __all__ = ["Orchestrator", "has_ended"]
@@ -52,8 +53,6 @@ SUBMITTED = faults.declare("run.step.submitted", "forward_backward promised, no 
 PROMISED = faults.declare("run.step.promised", "all operations promised, no result heard")
 FINISHED = faults.declare("run.step.done", "a step is done on record, nothing acknowledged")
 
-_CLAIM_S = 60.0
-_HEARTBEAT_S = 30.0
 _FINAL = "final"
 _REPAIRS = 3
 _BEHIND = 8
@@ -72,6 +71,8 @@ class Orchestrator:
         pool: Pool,
         model: ModelRecord,
         metrics: Metrics,
+        *,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self._config = config
         self._steps = steps
@@ -80,6 +81,7 @@ class Orchestrator:
         self._pool = pool
         self._model = model
         self._metrics = metrics
+        self._timeouts = timeouts
         self._published = 0
         self._news = asyncio.Condition()
         self._last = time.monotonic()
@@ -167,7 +169,7 @@ class Orchestrator:
     async def _claim(self, keys: Sequence[str]) -> Batch:
         while True:
             with contextlib.suppress(Retriable):
-                return await self._queue.claim(TASK, keys=keys, timeout_s=_CLAIM_S)
+                return await self._queue.claim(TASK, keys=keys, timeout_s=self._timeouts.claim_s)
 
     # ---- training --------------------------------------------------------------
 
@@ -385,7 +387,7 @@ class Orchestrator:
         while True:
             with contextlib.suppress(Retriable):
                 await self._client.heartbeat(self._model.session)
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(self._timeouts.session_heartbeat_s)
 
 
 async def has_ended(steps: Steps, metrics: Metrics) -> bool:

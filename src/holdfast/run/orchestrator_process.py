@@ -61,7 +61,8 @@ async def orchestrate(settings: OrchestratorSettings) -> None:
     )
     async with contextlib.AsyncExitStack() as stack:
         opened = await stack.enter_async_context(ledger.open(settings.ledger))
-        steps = Steps(LiveRuntime(opened), settings.run)
+        runtime = LiveRuntime(opened)
+        steps = Steps(runtime, settings.run)
         metrics = Metrics(Path(settings.folder) / "metrics.jsonl")
         if await has_ended(steps, metrics):
             return
@@ -81,7 +82,7 @@ async def orchestrate(settings: OrchestratorSettings) -> None:
         model = await _model(client, steps, settings.base, config)
         book = Channel(settings.weights, opened, model.channel, run=settings.run).book("run")
         pool = await stack.enter_async_context(
-            Pool(book, settings.token, patience_s=config.rollout.patience_s)
+            Pool(runtime, book, settings.token, patience_s=config.rollout.patience_s)
         )
         await Orchestrator(config, steps, queue, client, pool, model, metrics).run()
 

@@ -11,7 +11,7 @@ from holdfast.errors import Mistake
 from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part
 from holdfast.jobs.host_process import HostSettings
-from holdfast.nursery import Nursery
+from holdfast.proc.forkserver import ForkServer
 from holdfast.rollout.process import ReplicaSettings
 from holdfast.rollout.vllm_sampler import VllmSettings
 from holdfast.run.folder import Folder, Secrets
@@ -30,7 +30,7 @@ PRELOAD = (
     "holdfast.rollout.own_sampler",
     "holdfast.run.orchestrator_process",
 )
-"""What the nursery has imported: everything that a part of a run will."""
+"""What the fork server has imported: everything that a part of a run will."""
 _BASE = "policy"
 _RESTARTS = 1000
 """How often a trainer may die early: here, somebody kills it on purpose."""
@@ -47,7 +47,7 @@ def base_directory(folder: Folder) -> Path:
 
 
 def parts_of(
-    folder: Folder, base: Path, known: Secrets, port: int, nursery: Nursery, *, line: int = 0
+    folder: Folder, base: Path, known: Secrets, port: int, forks: ForkServer, *, line: int = 0
 ) -> list[Part]:
     """All of them; the orchestrator comes last. It reaches the gateway on `line`, if given."""
     config, path, run, url = folder.config, folder.path, folder.run, folder.ledger
@@ -66,8 +66,8 @@ def parts_of(
         grace_s=3.0,
     )
     parts = [
-        Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log", nursery),
-        Part("host", "holdfast.jobs.host_process", host, logs / "host.log", nursery),
+        Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log", forks),
+        Part("host", "holdfast.jobs.host_process", host, logs / "host.log", forks),
     ]
     vllm = _vllm(folder)
     for number in range(config.rollout.replicas):
@@ -90,7 +90,7 @@ def parts_of(
             vllm=vllm,
         )
         log = logs / f"{name}.log"
-        parts.append(Part(name, "holdfast.rollout.process", settings, log, nursery))
+        parts.append(Part(name, "holdfast.rollout.process", settings, log, forks))
     orchestrator = OrchestratorSettings(
         run=run,
         ledger=url,
@@ -106,9 +106,7 @@ def parts_of(
         config=config.model_dump(mode="json"),
     )
     log = logs / "orchestrator.log"
-    parts.append(
-        Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, nursery)
-    )
+    parts.append(Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, forks))
     return parts
 
 

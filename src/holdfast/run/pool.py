@@ -8,19 +8,19 @@ book; while there is none, whoever asks waits.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
 
 import httpx
 import msgspec
 
 from holdfast.errors import Mistake, Retriable, Unavailable, UnknownOutcome
+from holdfast.ledger.runtime import Runtime
+from holdfast.retry import insist
 from holdfast.rollout.asks import Answer, Ask
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.weights.book import Book
 
 __all__ = ["Pool"]
 
-_TIMEOUT = httpx.Timeout(120.0, connect=2.0)
-_PAUSE_S = 0.2
 _AT_ONCE = 2
 """Groups that a replica has at a time: it makes one while the next is on its way."""
 
@@ -36,15 +36,25 @@ class _Replica:
 class Pool:
     """Asks replicas. Use `async with`."""
 
-    def __init__(self, book: Book, token: str, *, patience_s: float) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        book: Book,
+        token: str,
+        *,
+        patience_s: float,
+        timeouts: Timeouts = DEFAULTS,
+    ) -> None:
+        self._runtime = runtime
         self._book = book
         self._patience_s = patience_s
         self._replicas: dict[str, _Replica] = {}
         """By address: a new life of a replica is another replica."""
         self._changed = asyncio.Event()
         """Set when somebody may have time now."""
+        limits = httpx.Timeout(timeouts.replica_call_s, connect=timeouts.replica_connect_s)
         self._http = httpx.AsyncClient(
-            headers={"x-run-token": token}, timeout=_TIMEOUT, trust_env=False
+            headers={"x-run-token": token}, timeout=limits, trust_env=False
         )
         self._following: asyncio.Task[None] | None = None
 
@@ -66,13 +76,9 @@ class Pool:
     # ---- who is there ----------------------------------------------------------
 
     async def _follow(self) -> None:
-        while True:
-            with contextlib.suppress(Retriable, UnknownOutcome):
-                changes: AsyncGenerator[None, None] = self._book.changes()
-                async with contextlib.aclosing(changes):
-                    async for _ in changes:
-                        await self._look()
-            await asyncio.sleep(_PAUSE_S)
+        async with contextlib.aclosing(self._book.changes()) as changes:
+            async for _ in changes:
+                await insist(self._runtime, self._look)
 
     async def _look(self) -> None:
         found = {

@@ -4,28 +4,29 @@ So any number of orchestrators may be at work, one after another or at once: wha
 has written all of them go by.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from holdfast.errors import Retriable, UnknownOutcome
 from holdfast.ledger import Ledger, absent
 from holdfast.ledger.records import Record, decode, load, put
 from holdfast.ledger.runtime import Runtime
+from holdfast.retry import insist
 from holdfast.run.records import EvalDone, Keys, StepDone, StepRecord
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["Steps"]
 
 R = TypeVar("R", bound=Record)
-
-_PAUSE_S = 0.1
-_TRIES = 600
+T = TypeVar("T")
 
 
 class Steps:
     """Reads and writes them."""
 
-    def __init__(self, runtime: Runtime, run: str) -> None:
+    def __init__(self, runtime: Runtime, run: str, timeouts: Timeouts = DEFAULTS) -> None:
         self.keys = Keys(run)
         self._runtime = runtime
+        self._timeouts = timeouts
 
     @property
     def _ledger(self) -> Ledger:
@@ -36,29 +37,24 @@ class Steps:
 
         Two writers may write the same: then it is both theirs.
         """
-        for attempt in range(_TRIES):
-            try:
-                await self._ledger.txn([absent(key)], [put(key, record)])
-                there = await load(self._ledger, key, type(record))
-                assert there is not None
-                return there.record, there.record == record
-            except (Retriable, UnknownOutcome):
-                if attempt + 1 == _TRIES:
-                    raise
-                await self._runtime.sleep(_PAUSE_S)
-        raise AssertionError
+
+        async def write() -> R:
+            await self._ledger.txn([absent(key)], [put(key, record)])
+            there = await load(self._ledger, key, type(record))
+            assert there is not None
+            return there.record
+
+        there = await self._insist(write)
+        return there, there == record
 
     async def read(self, key: str, kind: type[R]) -> R | None:
         """What is there."""
-        for attempt in range(_TRIES):
-            try:
-                there = await load(self._ledger, key, kind)
-                return None if there is None else there.record
-            except Retriable:
-                if attempt + 1 == _TRIES:
-                    raise
-                await self._runtime.sleep(_PAUSE_S)
-        raise AssertionError
+        there = await self._insist(lambda: load(self._ledger, key, kind))
+        return None if there is None else there.record
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        until = self._runtime.now() + self._timeouts.ledger_away_s
+        return await insist(self._runtime, call, until=until)
 
     async def _all(self, prefix: str, kind: type[R]) -> dict[int, R]:
         found = {}

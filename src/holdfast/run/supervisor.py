@@ -20,11 +20,12 @@ import msgspec
 from holdfast import events, faults, ledger
 from holdfast.errors import Exists, HoldfastError, NotFound
 from holdfast.files import private_folder, write_private
-from holdfast.gateway.serve import Part, reserve
+from holdfast.gateway.serve import Part
 from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.nursery import begin
+from holdfast.proc.forkserver import begin
+from holdfast.proc.ports import reserve
 from holdfast.run.ending import state_of
 from holdfast.run.folder import Folder
 from holdfast.run.happenings import Begun, Ended, PartDied, PartStarted
@@ -100,20 +101,20 @@ class Supervisor:
             port = reserved.getsockname()[1]
             if line:
                 write_private(folder.path / "gateway.json", msgspec.json.encode({"port": port}))
-            nursery = begin(PRELOAD)
-            self._parts = parts_of(folder, base, known, port, nursery, line=line)
+            forks = begin(PRELOAD)
+            self._parts = parts_of(folder, base, known, port, forks, line=line)
             try:
-                while not self._stop and not nursery.ready() and nursery.alive():
+                while not self._stop and not forks.ready() and forks.alive():
                     time.sleep(_POLL_S)
                 while not self._stop:
-                    nursery.tend()
+                    forks.tend()
                     if self._look():
                         return state_of(folder)[1]
                     time.sleep(_POLL_S)
                 return None
             finally:
                 self._end()
-                nursery.close()
+                forks.close()
 
     def _look(self) -> bool:
         """Start what is not there; true when the orchestrator says that the run is done."""

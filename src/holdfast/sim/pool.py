@@ -7,16 +7,18 @@ reported is the one with the lowest seed, however many processes play.
 import os
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 
-from holdfast import procs
-from holdfast.sim import protocols
-from holdfast.sim.runner import Summary, search
+from holdfast import proc
+from holdfast.sim.runner import Make, Summary, search
 
-__all__ = ["Pool"]
+__all__ = ["Find", "Pool"]
+
+Find = Callable[[str], Make]
+"""Finds a protocol by its name: a function of a module, because every process imports it."""
 
 _LONGEST_RUN = 20
 """Seeds per run: long enough to be worth a message, short enough to stop soon after a failure."""
@@ -25,7 +27,8 @@ _LONGEST_RUN = 20
 class Pool:
     """Processes that play schedules; a context manager. With one job, none are started."""
 
-    def __init__(self, jobs: int | None = None) -> None:
+    def __init__(self, find: Find, jobs: int | None = None) -> None:
+        self._find = find
         self.jobs = jobs or len(os.sched_getaffinity(0))
         self._executor: ProcessPoolExecutor | None = None
 
@@ -43,7 +46,7 @@ class Pool:
     def search(self, name: str, seeds: range, *, steps: int | None = None) -> Iterator[Summary]:
         """Play `name` until a schedule breaks it; yields what has been shown, now and then."""
         if self._executor is None:
-            yield from search(protocols.find(name), seeds, steps=steps)
+            yield from search(self._find(name), seeds, steps=steps)
             return
         total: Summary | None = None
         waiting: deque[Future[Summary]] = deque()
@@ -52,7 +55,8 @@ class Pool:
             while True:
                 while len(waiting) < 2 * self.jobs and (run := next(runs, None)) is not None:
                     with _uninterrupted():  # it may start a process
-                        waiting.append(self._executor.submit(_play, name, run, steps))
+                        submitted = self._executor.submit(_play, self._find, name, run, steps)
+                        waiting.append(submitted)
                 if not waiting:
                     return
                 total = _sum(total, waiting.popleft().result())
@@ -93,11 +97,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _begin(parent_pid: int) -> None:
-    procs.die_with_parent(parent_pid)
+    proc.die_with_parent(parent_pid)
 
 
-def _play(name: str, seeds: range, steps: int | None) -> Summary:
-    *_, last = search(protocols.find(name), seeds, steps=steps)
+def _play(find: Find, name: str, seeds: range, steps: int | None) -> Summary:
+    *_, last = search(find(name), seeds, steps=steps)
     return last
 
 

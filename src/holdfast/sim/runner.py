@@ -17,7 +17,7 @@ from holdfast.sim.world import Dead, World
 
 _NUMBERS = re.compile(r"\d+")
 
-__all__ = ["Failure", "Summary", "play", "search", "shortest"]
+__all__ = ["Failure", "Make", "Summary", "play", "search", "shortest"]
 
 Make = Callable[[], Protocol]
 

@@ -7,12 +7,8 @@
 
 import asyncio
 
-import msgspec
-
 from holdfast import events, faults
 from holdfast.errors import HoldfastError
-from holdfast.ledger.records import put
-from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Op
@@ -26,8 +22,6 @@ CHECKPOINTS = 2
 CAPTURED = faults.declare("trainer.checkpoint.captured", "state captured, nothing kept")
 KEPT = faults.declare("trainer.checkpoint.kept", "checkpoint kept, nothing trimmed")
 TRIMMED = faults.declare("trainer.checkpoint.trimmed", "trimmed on record, entries still there")
-
-_CHUNK = 100
 
 
 class Checkpointed(events.Event, frozen=True, tag="trainer.checkpointed"):
@@ -49,6 +43,8 @@ class Checkpoints:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._saving: dict[str, asyncio.Task[None]] = {}
+        """The checkpoints that are being written."""
 
     async def begin_if_due(self, state: State, number: int, op: Op) -> None:
         """Capture a model behind this operation if it is time; keep it beside what follows."""
@@ -61,16 +57,17 @@ class Checkpoints:
         )
         # Behind a step there are no gradients to be kept; but it must not wait for ever.
         good = isinstance(op, ops.OptimStep) or count >= 2 * policy.checkpoint_ops
-        if not due or not good or not state.loaded or state.saving is not None:
+        if not due or not good or not state.loaded or state.saving:
             return
         work = self.keep(state, number, await self._capture(state))
-        state.saving = self._core.runtime.spawn(work, name=f"checkpoint {state.name}:{number}")
-        state.saving.add_done_callback(self._checked)
+        saving = self._core.runtime.spawn(work, name=f"checkpoint {state.name}:{number}")
+        state.saving, self._saving[state.name] = True, saving
+        saving.add_done_callback(self._checked)
 
     async def take(self, state: State) -> None:
         """Make sure that a model which rests can be restored as it is now."""
-        if state.saving is not None:
-            await asyncio.wait({state.saving})
+        if state.saving:
+            await asyncio.wait({self._saving[state.name]})
         if state.restorable is None or state.changed > state.restorable:
             await self.keep(state, state.line.done, await self._capture(state))
 
@@ -93,7 +90,8 @@ class Checkpoints:
             events.emit(Checkpointed(line=state.name, number=number, bytes=kept.bytes))
             await self.trim(state, number)
         finally:
-            state.saving = None
+            state.saving = False
+            self._saving.pop(state.name, None)
 
     def _checked(self, task: "asyncio.Task[None]") -> None:
         """A checkpoint that fails costs nothing but time, unless we were replaced."""
@@ -108,14 +106,9 @@ class Checkpoints:
         core, model = self._core, state.model
         if model is None or model.ended or model.trimmed >= number:
             return
-        state.model = msgspec.structs.replace(model, trimmed=number)
-        await core.journal.write(put(core.keys.model(state.name), state.model))
+        await core.record(state, trimmed=number)
         await faults.apoint(TRIMMED)
-        old = state.line.trim(number)
-        for at in range(0, len(old), _CHUNK):
-            await core.journal.write(
-                *(Delete(core.keys.op(state.name, one)) for one in old[at : at + _CHUNK])
-            )
+        await core.journal.delete(core.keys.op(state.name, one) for one in state.line.trim(number))
 
 
 def _as_error(error: BaseException) -> Exception:

@@ -36,7 +36,7 @@ from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import FOLDERS, SAMPLER, STATE, adapter, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.saves import Where
-from holdfast.trainer.seams import Kept, Snapshot
+from holdfast.trainer.seams import Snapshot
 from holdfast.trainer.shelf import Shelf
 from holdfast.trainer.state import (
     State,
@@ -119,10 +119,10 @@ class Effects:
                 return await self._create(state, number, op)
             case ops.ForwardBackward() | ops.OptimStep():
                 return Effect(await self._core.compute.apply(state.name, number, op))
-            case ops.SaveWeights():
+            case ops.SaveForSampler() if op.name is None and op.session_seq is not None:
+                return await self._publish(state, number)
+            case ops.SaveWeights() | ops.SaveForSampler():
                 return await self._save(state, number, op)
-            case ops.SaveForSampler():
-                return await self._publish(state, number, op)
             case ops.Publish():
                 return await self._publish_version(state, op)
             case ops.LoadWeights():
@@ -135,8 +135,7 @@ class Effects:
 
         Only for calls that may be made twice: the first one may have taken effect.
         """
-        core = self._core
-        return await patient(core.runtime, core.policy.room_s, (Retriable, UnknownOutcome), call)
+        return await patient(self._core.runtime, self._core.policy.room_s, call)
 
     # ---- models ----------------------------------------------------------------
 
@@ -241,51 +240,57 @@ class Effects:
 
     # ---- saving ----------------------------------------------------------------
 
-    async def _save(self, state: State, number: int, op: ops.SaveWeights) -> Effect:
-        core = self._core
+    async def _save(
+        self, state: State, number: int, op: ops.SaveWeights | ops.SaveForSampler
+    ) -> Effect:
+        """Keep everything, or the weights for samplers, under a name."""
+        core, whole = self._core, isinstance(op, ops.SaveWeights)
         name = check_name("save", op.name or f"{number:06}")
-        where = (state.name, STATE, name)
+        where = (state.name, STATE if whole else SAMPLER, name)
+        channel, path = channel_of(*where), unparse(*where)
         there = core.saves.get(where)
-        if there is not None and there.number != number and not op.overwrite:
-            raise Mistake(f"{unparse(*where)} is there already: say overwrite, or another name")
-        snapshot = await core.compute.capture(state.name)
-        kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
-        await faults.apoint(SAVED)
-        save = self._record(state, name, number, kept, op)
-        told = core.saves.tell(unparse(*where), save, kept.hash)
-        return Effect(ops.Saved(path=unparse(*where)), told, save=(where, save))
+        if there is not None and there.number != number and not _overwrites(op):
+            hint = "say overwrite, or another name" if whole else "use another name"
+            raise Mistake(f"{path} is there already: {hint}")
+        snapshot = await (core.compute.capture if whole else core.compute.export)(state.name)
+        kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, 1))
+        await faults.apoint(SAVED if whole else EXPORTED)
+        assert state.model is not None
+        now = core.wall()
+        save = Save(
+            name=name,
+            number=number,
+            version=kept.version,
+            base=state.model.base,
+            lora=state.model.lora,
+            optimizer=whole,
+            bytes=kept.bytes,
+            created_at=now,
+            expires_at=now + op.ttl_s if op.ttl_s else 0.0,
+            metadata=op.metadata,
+        )
+        outcome = ops.Saved(path=path) if whole else ops.SamplerSaved(path=path)
+        return Effect(outcome, core.saves.tell(path, save, kept.hash), save=(where, save))
 
-    async def _publish(self, state: State, number: int, op: ops.SaveForSampler) -> Effect:
-        core = self._core
-        model = state.model
+    async def _publish(self, state: State, number: int) -> Effect:
+        """Keep the weights for one new sampling session."""
+        core, model = self._core, state.model
         assert model is not None
         snapshot = await core.compute.export(state.name)
-        if op.name is None and op.session_seq is not None:
-            channel = unnamed_of(state.name)
-            keep = core.policy.sampler_keep
-            kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, keep))
-            await faults.apoint(EXPORTED)
-            sampler = Sampler(
-                session=model.session,
-                base=model.base,
-                lora=model.lora,
-                channel=channel,
-                version=kept.version,
-            )
-            # Not named by `session_seq`: that is no name of ours to give, another publication
-            # or sampling session may have it already, and would keep its own weights.
-            session = publication(state.name, number)
-            return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
-        name = check_name("save", op.name or f"{number:06}")
-        where = (state.name, SAMPLER, name)
-        there = core.saves.get(where)
-        if there is not None and there.number != number:
-            raise Mistake(f"{unparse(*where)} is there already: use another name")
-        kept = await self.patient(lambda: core.vault.save(channel_of(*where), number, snapshot, 1))
+        channel, keep = unnamed_of(state.name), core.policy.sampler_keep
+        kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, keep))
         await faults.apoint(EXPORTED)
-        save = self._record(state, name, number, kept, op)
-        told = core.saves.tell(unparse(*where), save, kept.hash)
-        return Effect(ops.SamplerSaved(path=unparse(*where)), told, save=(where, save))
+        sampler = Sampler(
+            session=model.session,
+            base=model.base,
+            lora=model.lora,
+            channel=channel,
+            version=kept.version,
+        )
+        # Not named by `session_seq`: that is no name of ours to give, another publication
+        # or sampling session may have it already, and would keep its own weights.
+        session = publication(state.name, number)
+        return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
 
     async def _publish_version(self, state: State, op: ops.Publish) -> Effect:
         core, channel = self._core, policy_of(state.name)
@@ -295,29 +300,6 @@ class Effects:
         )
         await faults.apoint(EXPORTED)
         return Effect(ops.Published(channel=channel, version=kept.version, content=kept.hash))
-
-    def _record(
-        self,
-        state: State,
-        name: str,
-        number: int,
-        kept: Kept,
-        op: ops.SaveWeights | ops.SaveForSampler,
-    ) -> Save:
-        assert state.model is not None
-        now = self._core.wall()
-        return Save(
-            name=name,
-            number=number,
-            version=kept.version,
-            base=state.model.base,
-            lora=state.model.lora,
-            optimizer=isinstance(op, ops.SaveWeights),
-            bytes=kept.bytes,
-            created_at=now,
-            expires_at=now + op.ttl_s if op.ttl_s else 0.0,
-            metadata=op.metadata,
-        )
 
     async def _sample(self, state: State, number: int, op: ops.Sample) -> Outcome:
         core, sampler = self._core, state.sampler
@@ -332,6 +314,10 @@ class Effects:
                 snapshot = await self._weights(what, sampler.channel, sampler.version)
             await core.compute.open_sampler(key, sampler.base, sampler.lora, snapshot)
         return await core.compute.sample(key, state.name, number, op)
+
+
+def _overwrites(op: Op) -> bool:
+    return isinstance(op, ops.SaveWeights) and op.overwrite
 
 
 def changes_state(op: Op) -> bool:

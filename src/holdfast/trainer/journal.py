@@ -12,13 +12,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast import events
 from holdfast.errors import Conflict, Fenced, NoRoom, TimedOut, Unavailable, UnknownOutcome
-from holdfast.jobs.policy import ROOM_S
 from holdfast.ledger.records import load, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import (
@@ -29,11 +28,12 @@ from holdfast.ledger.types import (
     Entry,
     Get,
     Put,
-    Txn,
     absent,
     unchanged,
     value_is,
 )
+from holdfast.retry import AGAIN, Policy, insist
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.trainer.book import Book, read_book
 from holdfast.trainer.records import Keys, Seat
 
@@ -43,13 +43,9 @@ T = TypeVar("T")
 
 Write = Put | Delete
 
-DEADLINE_S = 60.0
-"""How long a ledger may be out of reach before a trainer gives up."""
 _FENCED = "another process acts for this job's trainer now: this one must end"
-_ATTEMPTS = 16
-_PAUSE_S = 0.05
-_PAUSE_MOST_S = 1.0
-_WAIT_S = 0.5
+_DELETED_AT_ONCE = 100
+_PACE = Policy(base_s=0.05, max_s=1.0)
 
 
 class Seated(events.Event, frozen=True, tag="trainer.seated"):
@@ -66,22 +62,14 @@ class Waiting(events.Event, frozen=True, tag="trainer.waiting"):
     reason: str
 
 
-async def patient(
-    runtime: Runtime,
-    room_s: float,
-    on: type[Exception] | tuple[type[Exception], ...],
-    call: Callable[[], Awaitable[T]],
-) -> T:
-    """Try again what fails with `on`, for want of room or of whatever, for `room_s`."""
+async def patient(runtime: Runtime, room_s: float, call: Callable[[], Awaitable[T]]) -> T:
+    """Wait for room, for `room_s`. Only for calls that may be made twice."""
     until = runtime.now() + room_s
-    while True:
-        try:
-            return await call()
-        except on as error:
-            if runtime.now() >= until:
-                raise
-            events.emit(Waiting(reason=str(error)))
-            await runtime.sleep(_WAIT_S)
+    return await insist(runtime, call, on=AGAIN, until=until, pace=_PACE, failed=_tell_waiting)
+
+
+def _tell_waiting(error: Exception) -> None:
+    events.emit(Waiting(reason=str(error)))
 
 
 @dataclass
@@ -100,13 +88,13 @@ class Journal:
         keys: Keys,
         guards: Sequence[Compare] = (),
         *,
-        deadline_s: float = DEADLINE_S,
-        room_s: float = ROOM_S,
+        room_s: float,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self._runtime = runtime
         self.keys = keys
         self._guards = tuple(guards)
-        self._deadline_s = deadline_s
+        self._ledger_s = timeouts.ledger_away_s
         self._room_s = room_s
         self._queue: deque[_Waiting] = deque()
         self._flushing: asyncio.Task[None] | None = None
@@ -137,39 +125,36 @@ class Journal:
 
     async def take(self, epoch: int, *, cycle: int = 0, by: str, at: float) -> Seat:
         """Become the one who acts for the job. `Fenced` when a newer incarnation is there."""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await self._pause(attempt)
-            try:
-                stored = await load(self._runtime.ledger, self.keys.seat, Seat)
-                old = stored.record if stored else None
-                if stored is not None and old is not None and old.by == by:
-                    self._sit(stored.record, stored.entry.value, stored.entry.mod_revision)
-                    return stored.record
-                if old is not None and (old.epoch, old.cycle) > (epoch, cycle):
-                    break
-                seat = Seat(
-                    term=old.term + 1 if old else 1, epoch=epoch, cycle=cycle, by=by, at=at
-                )
-                held = unchanged(stored.entry) if stored else absent(self.keys.seat)
-                taken = put(self.keys.seat, seat)
-                txn = await self._txn([held, *self._guards], [taken], [Get(self.keys.seat)])
-            except (Unavailable, UnknownOutcome):
-                continue
-            if txn.succeeded:
-                self._sit(seat, taken.value, txn.revision)
-                return seat
-            if txn.results[0] == (stored.entry if stored else None):
-                break  # nobody sat down in between: a guard does not hold
-        else:
-            raise Conflict(f"the seat at {self.keys.seat} could not be taken")
-        raise Fenced("a newer incarnation of this job's trainer has taken over: stop", epoch=epoch)
+        return await self._insist(lambda: self._take(epoch, cycle, by, at))
 
-    def _sit(self, seat: Seat, value: bytes, revision: int) -> None:
+    async def _take(self, epoch: int, cycle: int, by: str, at: float) -> Seat:
+        """Try once. `Conflict` when another trainer took the seat in between."""
+        ledger = self._runtime.ledger
+        stored = await load(ledger, self.keys.seat, Seat)
+        old = stored.record if stored else None
+        if stored is not None and stored.record.by == by:
+            return self._sit(stored.record, stored.entry.value, stored.entry.mod_revision)
+        fenced = Fenced(
+            "a newer incarnation of this job's trainer has taken over: stop", epoch=epoch
+        )
+        if old is not None and (old.epoch, old.cycle) > (epoch, cycle):
+            raise fenced
+        seat = Seat(term=old.term + 1 if old else 1, epoch=epoch, cycle=cycle, by=by, at=at)
+        held = unchanged(stored.entry) if stored else absent(self.keys.seat)
+        taken = put(self.keys.seat, seat)
+        txn = await ledger.txn([held, *self._guards], [taken], [Get(self.keys.seat)])
+        if txn.succeeded:
+            return self._sit(seat, taken.value, txn.revision)
+        if txn.results[0] == (stored.entry if stored else None):
+            raise fenced  # the seat is as it was: a guard does not hold
+        raise Conflict(f"the seat at {self.keys.seat} could not be taken")
+
+    def _sit(self, seat: Seat, value: bytes, revision: int) -> Seat:
         self.seat = seat
         self._seated = value
         self._last = revision
         events.emit(Seated(job=self.keys.root, term=seat.term, epoch=seat.epoch))
+        return seat
 
     async def read(self) -> Book:
         """Everything there is, as it is now that nobody else writes."""
@@ -181,6 +166,12 @@ class Journal:
     async def write(self, *writes: Write) -> None:
         """Make all of these durable, or raise: `Fenced`, or `TimedOut` without a ledger."""
         await asyncio.shield(self.post(*writes))
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Remove records, however many."""
+        deletes = [Delete(key) for key in keys]
+        for at in range(0, len(deletes), _DELETED_AT_ONCE):
+            await self.write(*deletes[at : at + _DELETED_AT_ONCE])
 
     def post(self, *writes: Write) -> "asyncio.Future[None]":
         """Begin to write; in the order of the calls. The future ends when it is durable."""
@@ -265,37 +256,31 @@ class Journal:
         transaction did not hold, an earlier try has done it."""
         compare = [*self.guards, *self._behind()]
         touching = [*writes, Put(self.keys.seat, self._seated)]
-        until, attempt = None, 0
-        while True:
-            attempt += 1
-            try:
-                txn = await self._txn(compare, touching, [Get(self.keys.seat)])
-            except (Unavailable, UnknownOutcome) as error:
-                until = until or self._runtime.now() + self._deadline_s
-                if self._runtime.now() >= until:
-                    raise TimedOut(
-                        f"the ledger could not be written for {self._deadline_s:g} s: {error}"
-                    ) from error
-                await self._pause(attempt)
-                continue
-            if txn.succeeded:
-                self._last = txn.revision
-                return
-            (found,) = txn.results
-            if found is None or not self._sits(found) or found.mod_revision == self._last:
-                raise Fenced(_FENCED)
-            self._last = found.mod_revision
+        ledger, seat = self._runtime.ledger, [Get(self.keys.seat)]
+        txn = await self._insist(lambda: ledger.txn(compare, touching, seat))
+        if txn.succeeded:
+            self._last = txn.revision
             return
+        (found,) = txn.results
+        if found is None or not self._sits(found) or found.mod_revision == self._last:
+            raise Fenced(_FENCED)
+        self._last = found.mod_revision
 
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Write], otherwise: Sequence[Get] = ()
-    ) -> Txn:
-        """A transaction that waits for room in the ledger."""
-        ledger = self._runtime.ledger
-        return await patient(
-            self._runtime, self._room_s, NoRoom, lambda: ledger.txn(compare, then, otherwise)
-        )
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Send to the ledger until it answers: a while without room, a while out of reach."""
+        first: dict[bool, float] = {}
 
-    async def _pause(self, attempt: int) -> None:
-        most = min(_PAUSE_MOST_S, _PAUSE_S * 2 ** min(attempt, 10))
-        await self._runtime.sleep(most * (0.5 + self._runtime.random.random() / 2))
+        def failed(error: Exception) -> None:
+            full, now = isinstance(error, NoRoom), self._runtime.now()
+            limit_s = self._room_s if full else self._ledger_s
+            if now - first.setdefault(full, now) < limit_s:
+                if full:
+                    _tell_waiting(error)
+            elif full:
+                raise error
+            else:
+                told = f"the ledger could not be written for {limit_s:g} s: {error}"
+                raise TimedOut(told) from error
+
+        on = (NoRoom, Conflict, Unavailable, UnknownOutcome)
+        return await insist(self._runtime, call, on=on, pace=_PACE, failed=failed)

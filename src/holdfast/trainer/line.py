@@ -31,6 +31,8 @@ class Arrival(Enum):
     """It has been promised; a number that was given up has its (bad) result, too."""
     CLASH = "clash"
     """The number stands for another operation."""
+    PENDING = "pending"
+    """It is being written to the journal: `State.arrive`."""
     FORGOTTEN = "forgotten"
     """It was carried out so long ago that its result is no longer kept."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -288,13 +289,7 @@ def _seed(run: str, line: str, number: int) -> int:
 
 
 def _lora(given: ops.Lora) -> EngineLora:
-    return EngineLora(
-        rank=given.rank,
-        seed=given.seed,
-        train_attn=given.train_attn,
-        train_mlp=given.train_mlp,
-        train_unembed=given.train_unembed,
-    )
+    return EngineLora(**msgspec.structs.asdict(given))
 
 
 def _tensor(values: Tensor) -> ops.Tensor:

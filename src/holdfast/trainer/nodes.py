@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from holdfast import procs
-from holdfast.nursery import Nursery, inherit
+from holdfast import proc
+from holdfast.proc.forkserver import ForkServer, inherit
 
 __all__ = ["keep"]
 
@@ -23,11 +23,11 @@ _QUICK_S = 5.0
 
 
 class _Node:
-    def __init__(self, name: str, argv: Sequence[str], nursery: Nursery | None) -> None:
+    def __init__(self, name: str, argv: Sequence[str], forks: ForkServer | None) -> None:
         self.name = name
         self._argv = argv
-        self._nursery = nursery
-        self.child: procs.Child | None = None
+        self._forks = forks
+        self.child: proc.Child | None = None
         self._began = 0.0
         self.quick = 0
 
@@ -37,8 +37,8 @@ class _Node:
         if self.child is None:
             if now - self._began >= (_REST_S if self.quick else 0.0):
                 self._began = now
-                forked = self._nursery.spawn(self._argv, name=self.name) if self._nursery else None
-                self.child = forked or procs.spawn(self._argv, name=self.name)
+                forked = self._forks.spawn(self._argv, name=self.name) if self._forks else None
+                self.child = forked or proc.spawn(self._argv, name=self.name)
             return None
         if self.child.alive():
             return None
@@ -51,10 +51,10 @@ class _Node:
 
 def keep(commands: Sequence[Sequence[str]], grace_s: float = 5.0) -> int:
     """Keep nodes alive until one of them ends by itself, or a signal comes; returns its code."""
-    nursery = inherit()
-    if nursery is not None:
-        nursery.wait(_REST_S)
-    nodes = [_Node(f"node {at}", argv, nursery) for at, argv in enumerate(commands)]
+    forks = inherit()
+    if forks is not None:
+        forks.wait(_REST_S)
+    nodes = [_Node(f"node {at}", argv, forks) for at, argv in enumerate(commands)]
     asked: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -74,17 +74,17 @@ def keep(commands: Sequence[Sequence[str]], grace_s: float = 5.0) -> int:
         _each(nodes, lambda child: child.signal(signal.SIGTERM))
         until = time.monotonic() + grace_s
         _each(nodes, lambda child: _wait(child, until - time.monotonic()))
-        if nursery is not None:
-            nursery.close()
+        if forks is not None:
+            forks.close()
 
 
-def _each(nodes: Sequence[_Node], act: Callable[[procs.Child], object]) -> None:
+def _each(nodes: Sequence[_Node], act: Callable[[proc.Child], object]) -> None:
     for node in nodes:
         if node.child is not None:
             act(node.child)
 
 
-def _wait(child: procs.Child, seconds: float) -> None:
+def _wait(child: proc.Child, seconds: float) -> None:
     with contextlib.suppress(Exception):
         child.wait(max(0.0, seconds))
     child.kill_group()

@@ -27,8 +27,8 @@ from holdfast.files import private_folder
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
-from holdfast.nursery import turn_into
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
+from holdfast.proc.forkserver import turn_into
 from holdfast.rendezvous.address import LOOPBACK
 from holdfast.trainer import nodes as nodes_of
 

@@ -70,6 +70,11 @@ class Content(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inline: bytes | None = None
     place: Place | None = None
 
+    @property
+    def size(self) -> int:
+        """How many bytes these are."""
+        return len(self.inline or b"") if self.place is None else self.place.length
+
 
 class Seat(Record, frozen=True, kw_only=True):
     """Which process acts for the job. Every effect compares that this has not changed."""

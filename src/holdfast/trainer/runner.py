@@ -13,7 +13,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import xxhash
@@ -41,8 +41,6 @@ SETTLED = faults.declare("trainer.result.after", "the result is recorded, nobody
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_CHUNK = 100
 
 
 class Applied(events.Event, frozen=True, tag="trainer.applied"):
@@ -83,25 +81,28 @@ class Differs(events.Event, frozen=True, tag="trainer.differs"):
 class Runner:
     """The one who computes. `run` ends only with an error: then the process must end."""
 
-    effects_type: ClassVar[type[Effects]] = Effects
-    checkpoints_type: ClassVar[type[Checkpoints]] = Checkpoints
-
-    def __init__(self, core: Core, now: Now | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        now: Now | None,
+        *,
+        checkpoints: Callable[[Core], Checkpoints] = Checkpoints,
+        effects: Callable[[Core, Shelf], Effects] = Effects,
+    ) -> None:
         self._core = core
-        self._checkpoints = self.checkpoints_type(core)
+        self._checkpoints = checkpoints(core)
         self._shelf = Shelf(core, self._checkpoints)
-        self._effects = self.effects_type(core, self._shelf)
+        self._effects = effects(core, self._shelf)
         self._suspect = now
-        self._last = ""
 
     async def run(self) -> None:
         """Carry out whatever there is, for ever."""
         core = self._core
         while True:
-            state = self._pick()
+            state = core.known.next_line()
             if state is None:
                 core.work.clear()
-                if self._pick() is None:
+                if core.known.next_line() is None:
                     await self._shelf.tidy()
                     await core.work.wait()
                 continue
@@ -112,18 +113,6 @@ class Runner:
                 await self.carry_out(state, number)
             finally:
                 state.busy = False
-
-    def _pick(self) -> State | None:
-        """The next line that has something to do, in turn."""
-        names = [name for name, state in self._core.lines.items() if not state.ended]
-        if self._last in names:
-            at = names.index(self._last) + 1
-            names = names[at:] + names[:at]
-        for name in names:
-            if self._core.lines[name].line.next() is not None:
-                self._last = name
-                return self._core.lines[name]
-        return None
 
     # ---- one operation ---------------------------------------------------------
 
@@ -153,7 +142,7 @@ class Runner:
             await begun
         await faults.apoint(BEFORE)
         started = core.runtime.now()
-        state.used = core.count()
+        core.known.use(state)
         effect = await self._effects.carry_out(state, number, op)
         state.since_s += core.runtime.now() - started
         if changes_state(op) and not isinstance(effect.outcome, Failed):
@@ -251,7 +240,7 @@ class Runner:
             )
             faults.point(SETTLED)
             if effect.sampler is not None:
-                core.add_sampler(*effect.sampler)
+                core.known.add_sampler(*effect.sampler)
             core.settled(state, number, result)
 
         posted.add_done_callback(durable)
@@ -283,10 +272,6 @@ def _digest(content: Content) -> str:
     if content.place is not None:
         return content.place.hash
     return xxhash.xxh3_128_hexdigest(content.inline or b"")
-
-
-def _as_error(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else RuntimeError(repr(error))
 
 
 def _loaded(model: str, op: Op) -> Outcome:

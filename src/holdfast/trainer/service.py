@@ -27,9 +27,17 @@ from holdfast.trainer.ops import Failed
 from holdfast.trainer.paths import FOLDERS, STATE, unparse
 from holdfast.trainer.state import Pending, saved_in
 from holdfast.trainer.upkeep import Upkeep
-from holdfast.trainer.wire import answers, references, refused, requests
+from holdfast.trainer.wire import (
+    answers,
+    data,
+    references,
+    refused,
+    requests,
+    sampling,
+    sessions,
+)
 from holdfast.trainer.wire.answers import Answer
-from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered, Share
+from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered, Share, read_body
 
 if TYPE_CHECKING:
     from holdfast.transfer import Store
@@ -86,7 +94,7 @@ class Request:
     def body(self, limits: Limits) -> bytes:
         """The body, decompressed. `Unavailable` when all bodies together are too much."""
         coding = self.headers.get("content-encoding", "")
-        plain = requests.read_body(self.raw, self.content_type, coding, limits)
+        plain = read_body(self.raw, self.content_type, coding, limits)
         if self._share is not None and plain is not self.raw:
             self._share.take(len(plain))
         return plain
@@ -98,6 +106,25 @@ class Request:
 
 
 Handler = Callable[[bytes, Request], Awaitable[Answer]]
+
+NUMBERED: Mapping[str, Callable[[bytes], Numbered]] = {
+    "optim_step": requests.optim_step,
+    "save_weights": requests.save_weights,
+    "save_weights_for_sampler": requests.save_weights_for_sampler,
+    "publish_weights": requests.publish_weights,
+    "load_adapter": requests.load_adapter,
+}
+"""Operations of a model that are read, checked and promised, and nothing else."""
+WITH_DATA: Mapping[str, Callable[[bytes, str, Limits], Numbered]] = {
+    "forward": data.forward,
+    "forward_backward": data.forward_backward,
+}
+NOT_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "client/config": {},
+    "client/dynamic_config": {},
+    "telemetry": {"status": "accepted"},
+}
+"""What is not needed here, and is answered."""
 
 
 class Service:
@@ -120,24 +147,14 @@ class Service:
         self._hold_s = hold_s
         self._limits = limits
         self._posts: dict[str, Handler] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._config,
-            "telemetry": self._telemetry,
             "probe": self._probe,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._create_model,
             "get_info": self._get_info,
             "unload_model": self._unload_model,
-            "forward": self._forward,
-            "forward_backward": self._forward_backward,
             "forward_backward_references": self._by_reference,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
             "load_weights": self._load_weights,
-            "load_adapter": self._load_adapter,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "publish_weights": self._publish,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "asample": self._asample,
@@ -145,6 +162,9 @@ class Service:
             "retrieve_futures": self._retrieve_many,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
+            **{name: self._submitting(read) for name, read in NUMBERED.items()},
+            **{name: self._submitting_data(read) for name, read in WITH_DATA.items()},
+            **{name: _saying(told) for name, told in NOT_NEEDED.items()},
         }
 
     async def answer(self, request: Request) -> Answer:
@@ -217,7 +237,7 @@ class Service:
             case ["healthz"]:
                 if self._core.journal.failure is not None:
                     return answers.problem(503, "ending", str(self._core.journal.failure))
-                return answers.plain({"status": "ok", "models": core.census()})
+                return answers.plain({"status": "ok", "models": core.known.census()})
             case ["get_server_capabilities"]:
                 return answers.capabilities(self._bases.offers(), probe=PREFIX + "probe")
             case ["samplers", sampler]:
@@ -247,10 +267,10 @@ class Service:
                 shown, cursor = listing.page(listing.checkpoints(core.saves), query)
                 return answers.plain({"checkpoints": shown, "cursor": cursor})
             case ["sessions"]:
-                living = [name for name, one in core.sessions.items() if not one.ended]
+                living = [name for name, one in core.known.sessions.items() if not one.ended]
                 return answers.plain({"sessions": listing.page(living, query)[0]})
             case ["sessions", session]:
-                if session not in core.sessions:
+                if session not in core.known.sessions:
                     raise NotFound(f"there is no session {session[:80]!r}")
                 return answers.plain(listing.session(session, core.lines.values()))
             case _:
@@ -285,12 +305,6 @@ class Service:
                 await saves.change(where, public=what == "publish")
         return answers.plain({})
 
-    async def _config(self, _body: bytes, _request: Request) -> Answer:
-        return answers.plain({})
-
-    async def _telemetry(self, _body: bytes, _request: Request) -> Answer:
-        return answers.plain({"status": "accepted"})
-
     async def _probe(self, _body: bytes, _request: Request) -> Answer:
         """Do what training needs: read the ledger, and compute."""
         await self._core.journal.check()
@@ -300,12 +314,12 @@ class Service:
     # ---- sessions and models ---------------------------------------------------
 
     async def _create_session(self, body: bytes, _request: Request) -> Answer:
-        ask = requests.create_session(body)
+        ask = sessions.create_session(body)
         session = await self._core.create_session(tuple(ask.tags))
         return answers.typed("create_session", session_id=session)
 
     async def _heartbeat(self, body: bytes, _request: Request) -> Answer:
-        await self._core.heartbeat(requests.heartbeat(body))
+        await self._core.heartbeat(sessions.heartbeat(body))
         return answers.typed("session_heartbeat")
 
     async def _create_model(self, body: bytes, _request: Request) -> Answer:
@@ -316,7 +330,7 @@ class Service:
         return answers.promise(request, model=model)
 
     async def _get_info(self, body: bytes, _request: Request) -> Answer:
-        model = requests.get_info(body)
+        model = sessions.model_of(body)
         state = self._core.find(model)
         if state.model is None:
             raise NotFound(f"{model[:80]} is not a model")
@@ -325,8 +339,8 @@ class Service:
         return answers.info(model, state.base, arch=arch, tokenizer=tokenizer, lora_rank=rank)
 
     async def _unload_model(self, body: bytes, _request: Request) -> Answer:
-        model, op = requests.unload_model(body)
-        return answers.promise(await self._core.unload(model, op), model=model)
+        model = sessions.model_of(body)
+        return answers.promise(await self._core.unload(model, ops.Unload()), model=model)
 
     # ---- operations ------------------------------------------------------------
 
@@ -341,12 +355,17 @@ class Service:
         request = await self._core.submit(ask.model, ask.seq, ask.op, refused=refused)
         return answers.promise(request, model=ask.model)
 
-    async def _forward(self, body: bytes, request: Request) -> Answer:
-        return await self._submit(requests.forward(body, request.content_type, self._limits))
+    def _submitting(self, read: Callable[[bytes], Numbered]) -> Handler:
+        async def handle(body: bytes, _request: Request) -> Answer:
+            return await self._submit(read(body))
 
-    async def _forward_backward(self, body: bytes, request: Request) -> Answer:
-        ask = requests.forward_backward(body, request.content_type, self._limits)
-        return await self._submit(ask)
+        return handle
+
+    def _submitting_data(self, read: Callable[[bytes, str, Limits], Numbered]) -> Handler:
+        async def handle(body: bytes, request: Request) -> Answer:
+            return await self._submit(read(body, request.content_type, self._limits))
+
+        return handle
 
     async def _by_reference(self, body: bytes, _request: Request) -> Answer:
         ask = references.read(body, self._limits)
@@ -367,45 +386,20 @@ class Service:
         op = references.filled(ask, values)
         return await self._submit(Numbered(ask.model_id, ask.seq_id, op))
 
-    async def _optim_step(self, body: bytes, _request: Request) -> Answer:
-        return await self._submit(requests.optim_step(body))
-
-    async def _save_weights(self, body: bytes, _request: Request) -> Answer:
-        return await self._submit(requests.save_weights(body))
-
-    async def _save_for_sampler(self, body: bytes, _request: Request) -> Answer:
-        return await self._submit(requests.save_weights_for_sampler(body))
-
-    async def _publish(self, body: bytes, _request: Request) -> Answer:
-        return await self._submit(requests.publish_weights(body))
-
     async def _load_weights(self, body: bytes, _request: Request) -> Answer:
         ask = requests.load_weights(body)
         if isinstance(ask, requests.NewModel):
             return await self._new_model(ask)
         return await self._submit(ask)
 
-    async def _load_adapter(self, body: bytes, _request: Request) -> Answer:
-        return await self._submit(requests.load_adapter(body))
-
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
-        _, save = self._core.saves.find(requests.weights_info(body))
-        lora = save.lora
-        trained = (
-            {}
-            if lora is None
-            else {
-                "train_attn": lora.train_attn,
-                "train_mlp": lora.train_mlp,
-                "train_unembed": lora.train_unembed,
-            }
-        )
-        return answers.weights_info(save.base, lora.rank if lora else None, trained)
+        _, save = self._core.saves.find(sessions.weights_info(body))
+        return answers.weights_info(save.base, save.lora)
 
     # ---- sampling --------------------------------------------------------------
 
     async def _create_sampler(self, body: bytes, _request: Request) -> Answer:
-        ask = requests.create_sampling_session(body)
+        ask = sampling.create_sampling_session(body)
         if not ask.path:
             self._core.compute.check(ask.base or "", ops.CreateModel(session="", base=""))
         sampler = await self._core.create_sampler(
@@ -414,11 +408,11 @@ class Service:
         return answers.typed("create_sampling_session", sampling_session_id=sampler)
 
     async def _join_sampler(self, body: bytes, _request: Request) -> Answer:
-        count = await self._core.join_sampler(requests.join_sampling_session(body))
+        count = await self._core.join_sampler(sampling.join_sampling_session(body))
         return answers.typed("join_sampling_session", client_counter=count)
 
     async def _asample(self, body: bytes, _request: Request) -> Answer:
-        ask = requests.asample(body, self._limits)
+        ask = sampling.asample(body, self._limits)
         if ask.session is None or ask.seq is None:
             raise Mistake("`sampling_session_id` is missing: create a sampling session first")
         request = await self._core.submit(ask.session, ask.seq, ask.op)
@@ -428,7 +422,7 @@ class Service:
     # ---- results ---------------------------------------------------------------
 
     async def _retrieve(self, body: bytes, request: Request) -> Answer:
-        ask = requests.retrieve_future(body)
+        ask = sampling.retrieve_future(body)
         got = await self._core.retrieve(ask.request, self._hold_s)
         if isinstance(got, Pending):
             return answers.pending(ask.request, got.state, got.reason)
@@ -436,14 +430,21 @@ class Service:
         return answers.result(got, accept=accept, metadata_only=ask.metadata_only)
 
     async def _retrieve_many(self, body: bytes, _request: Request) -> Answer:
-        ask = requests.retrieve_futures(body)
+        ask = sampling.retrieve_futures(body)
         until = self._core.runtime.now() + min(ask.timeout_s or self._hold_s, self._hold_s)
         while True:
-            done, cursor = self._core.completions(ask.session, ask.clone, ask.cursor)
+            done, cursor = self._core.completions(ask.target.session, ask.target.clone, ask.cursor)
             if done or self._core.runtime.now() >= until:
                 return answers.completions(done, cursor)
             await asyncio.sleep(0.05)
 
     async def _cancel(self, body: bytes, _request: Request) -> Answer:
-        requests.cancel_future(body)
+        sampling.cancel_future(body)
         return answers.plain({})
+
+
+def _saying(told: Mapping[str, str]) -> Handler:
+    async def handle(_body: bytes, _request: Request) -> Answer:
+        return answers.plain(told)
+
+    return handle

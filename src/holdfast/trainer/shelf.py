@@ -60,17 +60,19 @@ class Shelf:
         """Have room for one more model in memory. `Retriable` if there is none on disk."""
         core = self._core
         while True:
-            held = [one for one in core.in_memory() if one is not state]
+            held = [one for one in core.known.in_memory() if one is not state]
             if len(held) < core.policy.max_models:
                 return
-            aside = functools.partial(self._put_aside, choose(held, core.silent()))
-            await patient(core.runtime, core.policy.room_s, (Retriable, UnknownOutcome), aside)
+            aside = functools.partial(
+                self._put_aside, choose(held, core.known.silent(core.runtime.now()))
+            )
+            await patient(core.runtime, core.policy.room_s, aside)
 
     async def tidy(self) -> None:
         """Put aside the models of silent sessions, while there is nothing else to do."""
         core = self._core
-        silent = core.silent()
-        for state in core.in_memory():
+        silent = core.known.silent(core.runtime.now())
+        for state in core.known.in_memory():
             if core.work.is_set():
                 return
             if state.session in silent and not state.wanted:
@@ -91,5 +93,5 @@ class Shelf:
         finally:
             state.busy = False
         await faults.apoint(DROPPED)
-        count = len(self._core.in_memory())
+        count = len(self._core.known.in_memory())
         events.emit(PutAside(line=state.name, number=state.line.done, in_memory=count))

@@ -1,11 +1,10 @@
-"""One line as a trainer holds it in memory, and the names that belong to it."""
+"""One line as a trainer holds it in memory, and the names that belong to it. Pure."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.errors import Mistake
-from holdfast.trainer.line import Line
+from holdfast.trainer.line import SKIP, Arrival, Line
 from holdfast.trainer.paths import SAMPLER, STATE
 from holdfast.trainer.records import Model, Sampler
 
@@ -42,8 +41,8 @@ class State:
     line: Line
     model: Model | None = None
     sampler: Sampler | None = None
-    pending: "dict[int, tuple[str, str, asyncio.Task[None]]]" = field(default_factory=dict)
-    """What is being written to the journal: kind, identity, and who writes."""
+    pending: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """What is being written to the journal: kind and identity."""
     restorable: int | None = None
     """The newest checkpoint."""
     changed: int = -1
@@ -64,8 +63,8 @@ class State:
     saving_since: float = 0.0
     saving_s: float = 0.0
     """When the last checkpoint was begun, and what it took."""
-    saving: "asyncio.Task[None] | None" = None
-    """The checkpoint that is being written."""
+    saving: bool = False
+    """Whether a checkpoint is being written."""
 
     @property
     def base(self) -> str:
@@ -112,6 +111,14 @@ class State:
         """Whether its first operation, which would have made the model, has failed."""
         first = self.line.results.get(0)
         return self.model is not None and first is not None and first.failed
+
+    def arrive(self, number: int, kind: str, identity: str) -> Arrival:
+        """What a send under this number is: `Line.arrive`, and what is being written counts."""
+        pending = self.pending.get(number)
+        if pending is None:
+            return self.line.arrive(number, kind, identity)
+        same = pending[0] == SKIP or pending == (kind, identity)
+        return Arrival.PENDING if same else Arrival.CLASH
 
 
 def sampler_name(session: str, seq: int) -> str:

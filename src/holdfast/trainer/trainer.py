@@ -8,15 +8,15 @@ a successor begins from the journal.
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from holdfast.errors import HoldfastError, Retriable
 from holdfast.jobs.policy import Policy
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.trainer.core import Core
 from holdfast.trainer.journal import Journal
-from holdfast.trainer.records import Keys
+from holdfast.trainer.records import Keys, Now
 from holdfast.trainer.runner import Runner
 from holdfast.trainer.saves import Tell
 from holdfast.trainer.seams import Compute, Vault
@@ -28,11 +28,6 @@ __all__ = ["Trainer"]
 
 class Trainer:
     """See the module. `begin`, then serve `core` while `run` runs."""
-
-    journal_type: ClassVar[type[Journal]] = Journal
-    core_type: ClassVar[type[Core]] = Core
-    runner_type: ClassVar[type[Runner]] = Runner
-    upkeep_type: ClassVar[type[Upkeep]] = Upkeep
 
     def __init__(
         self,
@@ -47,6 +42,10 @@ class Trainer:
         policy: Policy | None = None,
         tell: Tell = lambda *_: (),
         owner: str = "",
+        timeouts: Timeouts = DEFAULTS,
+        journal: type[Journal] = Journal,
+        core: type[Core] = Core,
+        runner: Callable[[Core, Now | None], Runner] = Runner,
     ) -> None:
         self._runtime = runtime
         self._policy = policy or Policy()
@@ -56,7 +55,11 @@ class Trainer:
         self._wall = wall
         self._tell = tell
         self._owner = owner
-        self.journal = self.journal_type(runtime, keys, guards, room_s=self._policy.room_s)
+        self._make_core = core
+        self._make_runner = runner
+        self.journal = journal(
+            runtime, keys, guards, room_s=self._policy.room_s, timeouts=timeouts
+        )
         self.core: Core
         self.runner: Runner
         self.upkeep: Upkeep
@@ -66,7 +69,7 @@ class Trainer:
         await self.journal.take(epoch, cycle=cycle, by=by, at=self._wall())
         book = await self.journal.read()
         segments = self._segments(self.journal.term)
-        self.core = self.core_type(
+        self.core = self._make_core(
             self._runtime,
             self.journal,
             segments,
@@ -80,8 +83,8 @@ class Trainer:
         await self.core.open(book)
         # Ledger and vault were read one after the other: still by the one who acts for the job?
         await self.journal.check()
-        self.runner = self.runner_type(self.core, book.now)
-        self.upkeep = self.upkeep_type(self.core, segments)
+        self.runner = self._make_runner(self.core, book.now)
+        self.upkeep = Upkeep(self.core, segments)
 
     async def run(self) -> None:
         """Work until something goes wrong, and raise that."""

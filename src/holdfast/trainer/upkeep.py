@@ -14,25 +14,20 @@
 """
 
 import contextlib
-from collections.abc import Iterable
 
 import msgspec
 
 from holdfast import events
 from holdfast.errors import Retriable, UnknownOutcome
 from holdfast.ledger.records import put
-from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
-from holdfast.trainer.journal import Write
 from holdfast.trainer.ops import Failed
-from holdfast.trainer.records import Entry, Place, Result
 from holdfast.trainer.segments import Segments
 from holdfast.trainer.state import State, checkpoints_of
 
 __all__ = ["Upkeep"]
 
-_CHUNK = 50
 _SWEEP_EVERY = 15
 
 
@@ -61,18 +56,17 @@ class Upkeep:
             await self.look()
             turn += 1
             if turn % _SWEEP_EVERY == 1:
-                self._segments.sweep(self.places())
+                self._segments.sweep(self._core.known.places())
 
     async def look(self) -> None:
         """Do whatever is due."""
         core = self._core
         now = core.runtime.now()
-        for name, session in list(core.sessions.items()):
-            if not session.ended and now - core.seen.get(name, now) > core.policy.session_s:
-                await self.end_session(name)
+        for name in core.known.overdue(now):
+            await self.end_session(name)
         await core.saves.tidy()
-        for state in self._outdated():
-            await self._end(state)
+        for state in core.known.outdated():
+            await core.record(state, ended=True)
         for state in list(core.lines.values()):
             if state.ended:
                 await self._retire(state)
@@ -85,23 +79,9 @@ class Upkeep:
                 if missing > max(state.line.entries):
                     break
             await self._forget(state)
-        silent = core.silent()
-        if any(state.session in silent and not state.wanted for state in core.in_memory()):
+        silent = core.known.silent(core.runtime.now())
+        if any(one.session in silent and not one.wanted for one in core.known.in_memory()):
             core.work.set()  # for the runner to put them aside
-
-    def _outdated(self) -> list[State]:
-        """Sampling sessions whose weights are gone: so many newer ones were made."""
-        channels: dict[str, list[State]] = {}
-        for state in self._core.lines.values():
-            if state.unnamed and not state.ended:
-                channels.setdefault(state.channel, []).append(state)
-        keep = self._core.policy.sampler_keep
-        old = [
-            one
-            for states in channels.values()
-            for one in sorted(states, key=lambda one: one.version)[:-keep]
-        ]
-        return [one for one in old if not (one.busy or one.pending or one.line.waiting())]
 
     async def _skip(self, state: State, number: int) -> None:
         core = self._core
@@ -117,25 +97,16 @@ class Upkeep:
     async def end_session(self, name: str) -> None:
         """End a session, with its models and its sampling sessions."""
         core = self._core
-        session = core.sessions.get(name)
+        session = core.known.sessions.get(name)
         if session is None or session.ended:
             return
         ended = msgspec.structs.replace(session, ended=True)
-        core.sessions[name] = ended
-        core.seen.pop(name, None)
+        core.known.sessions[name] = ended
+        core.known.seen.pop(name, None)
         await core.journal.write(put(core.keys.session(name), ended))
         for state in list(core.lines.values()):
             if state.session == name and not state.ended:
-                await self._end(state)
-
-    async def _end(self, state: State) -> None:
-        core = self._core
-        if state.model is not None:
-            state.model = msgspec.structs.replace(state.model, ended=True)
-            await core.journal.write(put(core.keys.model(state.name), state.model))
-        elif state.sampler is not None:
-            state.sampler = msgspec.structs.replace(state.sampler, ended=True)
-            await core.journal.write(put(core.keys.sampler(state.name), state.sampler))
+                await core.record(state, ended=True)
 
     async def _retire(self, state: State) -> None:
         """Of a line that has ended: answer who still waits; forget what is left."""
@@ -149,22 +120,22 @@ class Upkeep:
             result = core.result_of(line.entries[number], Failed(error=error))
             await core.journal.write(put(core.keys.result(state.name, number), result))
             core.settled(state, number, result)
-        if line.computed or state.pending or state.saving is not None:
+        if line.computed or state.pending or state.saving:
             return  # it comes to its end first
-        await self._delete([core.keys.op(state.name, one) for one in line.entries])
+        await core.journal.delete(core.keys.op(state.name, one) for one in line.entries)
         line.entries.clear()
         if state.loaded:
             state.loaded = False
             await core.compute.drop(state.name)
         await self._clear(state)
-        over = core.sessions[state.session].ended
+        over = core.known.sessions[state.session].ended
         before = core.wall() - core.policy.result_s
         old = [n for n, one in line.results.items() if over or (state.sampler and one.at < before)]
-        await self._delete([core.keys.result(state.name, one) for one in old])
+        await core.journal.delete(core.keys.result(state.name, one) for one in old)
         for number in old:
             del line.results[number]
         if state.sampler is not None and not line.results:
-            await self._delete([core.keys.sampler(state.name)])
+            await core.journal.delete([core.keys.sampler(state.name)])
             del core.lines[state.name]
 
     async def _clear(self, state: State) -> None:
@@ -189,32 +160,6 @@ class Upkeep:
         if not old:
             return
         line.forget(old)
-        if state.model is not None:
-            state.model = msgspec.structs.replace(state.model, forgotten=line.forgotten[0])
-            await core.journal.write(put(core.keys.model(state.name), state.model))
-        elif state.sampler is not None:
-            told = {str(block): number for block, number in line.forgotten.items()}
-            state.sampler = msgspec.structs.replace(state.sampler, forgotten=told)
-            await core.journal.write(put(core.keys.sampler(state.name), state.sampler))
-        await self._delete([core.keys.result(state.name, one) for one in old])
-
-    async def _delete(self, keys: list[str]) -> None:
-        for at in range(0, len(keys), _CHUNK):
-            writes: list[Write] = [Delete(key) for key in keys[at : at + _CHUNK]]
-            await self._core.journal.write(*writes)
-
-    def places(self) -> set[Place]:
-        """Everything in the segments that is still needed, or will be in a moment."""
-        contents = [
-            *(one.content for state in self._core.lines.values() for one in _entries(state)),
-            *(one.content for state in self._core.lines.values() for one in _results(state)),
-        ]
-        return {one.place for one in contents if one.place is not None} | self._core.young
-
-
-def _entries(state: State) -> Iterable[Entry]:
-    return state.line.entries.values()
-
-
-def _results(state: State) -> Iterable[Result]:
-    return state.line.results.values()
+        blocks = {str(block): number for block, number in line.forgotten.items()}
+        await core.record(state, forgotten=line.forgotten[0] if state.model else blocks)
+        await core.journal.delete(core.keys.result(state.name, one) for one in old)

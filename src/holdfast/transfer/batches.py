@@ -1,12 +1,12 @@
 """Many keys in parts that a back end can take, and back again. Pure."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError
 from holdfast.retry import Partial
 
-__all__ = ["collect", "named", "split"]
+__all__ = ["collect", "named", "portions", "split"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -29,6 +29,11 @@ def split(
         part[key] = item
         nbytes += weight
     return [*parts, part]
+
+
+def portions(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """The same items, so many at a time at most."""
+    return (items[at : at + most] for at in range(0, len(items), most))
 
 
 def collect(keys: Iterable[str], parts: Iterable[Partial[V]]) -> Partial[V]:

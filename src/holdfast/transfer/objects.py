@@ -161,11 +161,9 @@ def _tensor(value: Any) -> Any:
     is_tensor = torch is not None and isinstance(value, torch.Tensor)
     if is_tensor and value.is_nested:
         raise Mistake("has a nested tensor inside: put it under a key of its own")
-    if isinstance(value, np.generic):
+    scalar = isinstance(value, np.generic)
+    if scalar:
         value = np.asarray(value)
-        scalar = True
-    else:
-        scalar = False
     if not is_tensor and not isinstance(value, np.ndarray):
         raise Mistake(
             f"has a {type(value).__module__}.{type(value).__qualname__} in it, which cannot be "

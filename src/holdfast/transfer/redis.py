@@ -20,7 +20,8 @@ One server, or the primary of several; not Redis Cluster.
 
 import math
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -34,11 +35,13 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.frame import BORN_AT, MAX_HEAD, Buffer, Ref, open_head, prove
 from holdfast.transfer.redis_parts import ABOUT, described, pieces_of, read_parts, write_fields
 from holdfast.transfer.redis_pool import Pool
 from holdfast.transfer.resp import Address, Answer, Lost, Refused, Wire, command, refusal
+from holdfast.transfer.url import options, without_password
 
 __all__ = ["PART_BYTES", "RedisBackend", "from_url"]
 
@@ -47,7 +50,6 @@ V = TypeVar("V")
 PART_BYTES = 32 << 20
 """Larger frames are kept in parts of this size."""
 DEFAULT_PREFIX = "holdfast:"
-DEFAULT_TIMEOUT_S = 5.0
 _SCAN_COUNT = 1000
 _FIRST_KEYS = 128
 _MAX_PREFIX = 256
@@ -78,16 +80,14 @@ return 1
 """Put what was written part by part in its place, if it is still all there."""
 
 
-def from_url(url: str) -> "RedisBackend":
+def from_url(url: str, timeouts: Timeouts = DEFAULTS) -> "RedisBackend":
     """The back end that a URL names."""
-    from holdfast.transfer.url import options, without_password
-
     shown = without_password(url)
     split, found = urlsplit(url), options(url, _OPTIONS)
     path = split.path.strip("/")
     try:
         port, db = split.port or 6379, int(path or 0)
-        timeout_s = float(found.get("timeout", DEFAULT_TIMEOUT_S))
+        timeout_s = float(found.get("timeout", timeouts.store_call_s))
     except ValueError:
         raise Mistake(f"{shown!r}: port, database and timeout are numbers") from None
     if not 0 < timeout_s <= 3600 or not math.isfinite(timeout_s):
@@ -103,8 +103,13 @@ def from_url(url: str) -> "RedisBackend":
         split.scheme == "rediss",
         found.get("ca", ""),
     )
-    prefix = found.get("prefix", DEFAULT_PREFIX)
-    return RedisBackend(address, prefix=prefix, timeout_s=timeout_s, verify="verify" in found)
+    return RedisBackend(
+        address,
+        prefix=found.get("prefix", DEFAULT_PREFIX),
+        timeout_s=timeout_s,
+        verify="verify" in found,
+        keep_s=timeouts.redis_unfinished_s,
+    )
 
 
 class RedisBackend(Backend):
@@ -120,16 +125,19 @@ class RedisBackend(Backend):
         address: Address,
         *,
         prefix: str = DEFAULT_PREFIX,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = DEFAULTS.store_call_s,
         verify: bool = False,
         part_bytes: int = PART_BYTES,
+        keep_s: float = DEFAULTS.redis_unfinished_s,
     ) -> None:
+        """`keep_s` is how long a large value may wait for its next part."""
         if len(prefix) > _MAX_PREFIX or not prefix.isprintable():
             raise Mistake(f"a prefix is printable and at most {_MAX_PREFIX} long, not {prefix!r}")
         self._pool = Pool(address, timeout_s)
         self._prefix = prefix.encode()
         self._verify = verify
         self._part_bytes = part_bytes
+        self._keep_s = keep_s
 
     def _name(self, key: str) -> bytes:
         return self._prefix + key.encode()
@@ -141,7 +149,7 @@ class RedisBackend(Backend):
         small = {k: f for k, f in frames.items() if f.ref.nbytes <= self._part_bytes}
         answer: dict[str, Exception | None] = {}
         if small:
-            answer.update(self._change(small, self._put_small))
+            answer.update(self._changed(small, "have been put", partial(self._put_small, small)))
         for key, frame in frames.items():
             if key not in small:
                 answer.update(self._put_large(key, frame))
@@ -150,7 +158,7 @@ class RedisBackend(Backend):
         return answer
 
     def _put_small(
-        self, wire: Wire, frames: Mapping[str, Frame]
+        self, frames: Mapping[str, Frame], wire: Wire
     ) -> Mapping[str, Exception | None]:
         parts: list[Buffer] = [b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(frames) + 1)]
         for key, frame in frames.items():
@@ -174,10 +182,11 @@ class RedisBackend(Backend):
                 first: list[Buffer] = [b"size", b"%d" % frame.ref.nbytes]
                 first += [b"part", b"%d" % self._part_bytes, b"0", frame.head]
                 count = 0
-                refused = write_fields(wire, name, [[word] for word in first])
+                refused = write_fields(wire, name, [[word] for word in first], self._keep_s)
                 for count, piece in enumerate(pieces, 1):
                     if refused is None:
-                        refused = write_fields(wire, name, [[b"%d" % count], piece])
+                        words: list[list[Buffer]] = [[b"%d" % count], piece]
+                        refused = write_fields(wire, name, words, self._keep_s)
                 if refused is not None:
                     wire.ask([command("UNLINK", name)])
                     return {key: _error(refused, key)}
@@ -186,7 +195,7 @@ class RedisBackend(Backend):
         except HoldfastError as error:
             return {key: error}
 
-        def finish(wire: Wire, _: object) -> Mapping[str, Exception | None]:
+        def finish(wire: Wire) -> Mapping[str, Exception | None]:
             words = ("EVAL", _FINISH, 2, name, self._name(key), count + 3)
             answer = wire.ask([command(*words)])[0]
             if isinstance(answer, Refused):
@@ -196,7 +205,7 @@ class RedisBackend(Backend):
             _expect(answer, 1)
             return {key: None}
 
-        return self._change({key: frame}, finish)
+        return self._changed([key], "have been put", finish)
 
     def _prove(self, frames: Mapping[str, Frame], answer: dict[str, Exception | None]) -> None:
         """Read back what was put; what is not there, whole, has not been put."""
@@ -214,22 +223,6 @@ class RedisBackend(Backend):
                     pass  # replaced already: whoever did that has seen ours, or does not care
                 except Corrupt as error:
                     answer[key] = error
-
-    def _change(
-        self,
-        items: Mapping[str, V],
-        call: Callable[[Wire, Mapping[str, V]], Mapping[str, Exception | None]],
-    ) -> Mapping[str, Exception | None]:
-        try:
-            with self._pool.changing() as wire:
-                return call(wire, items)
-        except Lost as error:
-            return {
-                key: UnknownOutcome(f"{key}: may or may not have been put: {error}", key=key)
-                for key in items
-            }
-        except HoldfastError as error:
-            return dict.fromkeys(items, error)
 
     # Get
 
@@ -330,20 +323,30 @@ class RedisBackend(Backend):
             names = map(self._name, exact)
             numbers = [number.to_bytes(8, "little") for number in exact.values()]
             requests.append(command("EVAL", _DELETE, len(exact), *names, *numbers))
+
+        def delete(wire: Wire) -> Mapping[str, bool | Exception]:
+            answers = wire.ask(requests)
+            if exact:
+                last = answers.pop()
+                answers += last if isinstance(last, list) else [last] * len(exact)
+            return _yes_or_no([*plain, *exact], answers)
+
+        return self._changed(wanted, "be deleted", delete)
+
+    def _changed(
+        self, keys: Iterable[str], what: str, call: Callable[[Wire], Mapping[str, V | Exception]]
+    ) -> Mapping[str, V | Exception]:
+        """Change something; when the answer is lost, nobody knows whether that was done."""
         try:
             with self._pool.changing() as wire:
-                answers = wire.ask(requests)
-                if exact:
-                    last = answers.pop()
-                    answers += last if isinstance(last, list) else [last] * len(exact)
-                return _yes_or_no([*plain, *exact], answers)
+                return call(wire)
         except Lost as error:
             return {
-                key: UnknownOutcome(f"{key}: may or may not be deleted: {error}", key=key)
-                for key in wanted
+                key: UnknownOutcome(f"{key}: may or may not {what}: {error}", key=key)
+                for key in keys
             }
         except HoldfastError as error:
-            return dict.fromkeys(wanted, error)
+            return dict.fromkeys(keys, error)
 
     def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
         """Whether something is there."""

@@ -7,8 +7,6 @@ it is always forced. A removal that was interrupted is finished by the next one.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -17,6 +15,7 @@ from holdfast.ledger import Delete
 from holdfast.ledger import open as open_ledger
 from holdfast.text import plural
 from holdfast.transfer import shm
+from holdfast.transfer.batches import portions
 from holdfast.transfer.queue.overview import overview
 from holdfast.transfer.queue.records import Keys
 from holdfast.transfer.url import connect, without_password
@@ -25,7 +24,6 @@ __all__ = ["Removed", "remove_queue", "remove_store"]
 
 _MOST_OPS = 90
 _MOST_KEYS = 10_000
-T = TypeVar("T")
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -72,7 +70,7 @@ def _remove_shared(url: str, force: bool) -> Removed:
 def _delete(url: str, prefix: str) -> Removed:
     values = nbytes = 0
     with connect(url) as store:
-        for some in _parts(list(store.scan(prefix)), _MOST_KEYS):
+        for some in portions(list(store.scan(prefix)), _MOST_KEYS):
             gone = store.delete([one.key for one in some])
             values += sum(gone.values())
             nbytes += sum(one.nbytes for one in some if gone[one.key])
@@ -96,10 +94,6 @@ def remove_queue(url: str, ledger: str, run: str, name: str, *, force: bool = Fa
 async def _delete_records(url: str, prefix: str) -> int:
     async with open_ledger(url) as ledger:
         keys = [entry.key for entry in (await ledger.range(prefix)).entries]
-        for some in _parts(keys, _MOST_OPS):
+        for some in portions(keys, _MOST_OPS):
             await ledger.txn([], [Delete(key) for key in some], [])
     return len(keys)
-
-
-def _parts(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    return (items[at : at + most] for at in range(0, len(items), most))

@@ -48,24 +48,28 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.retry import Clock, Partial, Policy
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.batches import collect, named, split
 from holdfast.transfer.frame import Ref, check_key, make_head, open_head, prove
 from holdfast.transfer.rows import RowFrames, make_rows, open_rows
 from holdfast.transfer.values import Packed, fits, pack, room, unpack
 
-__all__ = ["DEFAULT_POLICY", "Status", "Store", "failed", "status"]
+__all__ = ["Status", "Store", "failed", "status", "usual_policy"]
 
 T = TypeVar("T")
 V = TypeVar("V")
 Status = Literal["ok", "missing", "failed", "corrupt", "stale"]
 Wanted = str | Ref
 
-DEFAULT_POLICY = Policy(attempts=8, base_s=0.05, factor=2.0, max_s=2.0, deadline_s=30.0)
-
 _SALT_BITS = 10
 _MOST_GENERATION = (1 << 63) - 1
 _LARGE = 1 << 20
+
+
+def usual_policy(timeouts: Timeouts = DEFAULTS) -> Policy:
+    """How a store tries again, unless it is told."""
+    return Policy(attempts=8, base_s=0.05, max_s=2.0, deadline_s=timeouts.store_deadline_s)
 
 
 def status(outcome: object) -> Status:
@@ -93,9 +97,11 @@ class Store:
     clock: Clock | None = None
     """Of the asynchronous methods; None: the real one."""
 
-    def __init__(self, backend: Backend, policy: Policy = DEFAULT_POLICY) -> None:
+    def __init__(
+        self, backend: Backend, policy: Policy | None = None, *, timeouts: Timeouts = DEFAULTS
+    ) -> None:
         self.backend = backend
-        self.policy = policy
+        self.policy = policy or usual_policy(timeouts)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_of = 0
         """The process whose threads they are: a fork leaves them behind."""

@@ -9,24 +9,37 @@ mooncake://master:port?metadata=http://host:port/metadata[&segment=4G&host=ADDRE
 Names come from outside; they are checked before they become part of a path or a key.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 from urllib.parse import parse_qsl, urlsplit
 
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.retry import Policy
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend
 from holdfast.transfer.memory import MemoryBackend
-from holdfast.transfer.store import DEFAULT_POLICY, Store
+from holdfast.transfer.store import Store
 
 __all__ = ["backend", "connect", "without_password"]
 
 _FORMS = "memory:, shm://NAME, redis://host:port or mooncake://master:port?metadata=URL"
+_MODULES = {
+    "shm": "holdfast.transfer.shm",
+    "redis": "holdfast.transfer.redis",
+    "rediss": "holdfast.transfer.redis",
+    "mooncake": "holdfast.contrib.mooncake",
+}
+"""What has `from_url`: imported when such a URL is opened, because of what it needs."""
 _shared: dict[str, MemoryBackend] = {}
 
 
-def connect(url: str, policy: Policy = DEFAULT_POLICY) -> Store:
-    """The store that `url` names: `with connect(url) as store`."""
-    return Store(backend(url), policy)
+def connect(url: str, policy: Policy | None = None, *, timeouts: Timeouts = DEFAULTS) -> Store:
+    """The store that `url` names: `with connect(url) as store`.
+
+    It tries again as `policy` says, or eight times within the `store_deadline_s` of `timeouts`;
+    `Mistake` when these are out of order.
+    """
+    timeouts.check()
+    return Store(backend(url, timeouts), policy, timeouts=timeouts)
 
 
 def without_password(url: str) -> str:
@@ -36,23 +49,17 @@ def without_password(url: str) -> str:
     return f"{scheme}{slashes}{user.split(':')[0]}{at}{hosts}"
 
 
-def backend(url: str) -> Backend:
+def backend(url: str, timeouts: Timeouts = DEFAULTS) -> Backend:
     """The back end alone."""
     scheme, colon, rest = url.partition(":")
     if not colon:
         raise Mistake(f"{without_password(url)!r} is not the URL of a store: use {_FORMS}")
     if scheme == "memory":
         return _memory(url, rest)
-    makers: dict[str, Callable[[str], Backend]] = {
-        "shm": _shm,
-        "redis": _redis,
-        "rediss": _redis,
-        "mooncake": _mooncake,
-    }
-    if scheme not in makers:
+    if scheme not in _MODULES:
         raise Mistake(f"no store is called {scheme!r}: use {_FORMS}")
     try:
-        made = makers[scheme](url)
+        made: Backend = import_module(_MODULES[scheme]).from_url(url, timeouts)
     except ImportError as error:
         raise MissingPackage(
             f"{scheme}:// needs the package {error.name} ({error}): "
@@ -66,24 +73,6 @@ def _memory(url: str, name: str) -> Backend:
     if "/" in name or "?" in name:
         raise Mistake(f"{url!r}: a store in memory takes a plain name, as in memory:mine")
     return _shared.setdefault(name, MemoryBackend()) if name else MemoryBackend()
-
-
-def _shm(url: str) -> Backend:
-    from holdfast.transfer.shm import from_url
-
-    return from_url(url)
-
-
-def _redis(url: str) -> Backend:
-    from holdfast.transfer.redis import from_url
-
-    return from_url(url)
-
-
-def _mooncake(url: str) -> Backend:
-    from holdfast.transfer.mooncake import from_url
-
-    return from_url(url)
 
 
 def options(url: str, known: set[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ __all__ = ["Fault", "Faults"]
 
 MAX_FAULTS = 1000
 _SAME_S = 60.0
+"""How far apart two reports of one fault can be: a matter of reading old logs, no setting."""
 _PACES = 2000
 
 

@@ -3,16 +3,31 @@
 A death and the start that follows it within a second are one line. Pure.
 """
 
+from typing import Any
+
+from holdfast.events import Event, Unknown
+from holdfast.jobs.host import Ended as JobEnded
+from holdfast.jobs.host import Started
+from holdfast.rollout.happenings import Spoilt
+from holdfast.run.happenings import (
+    Begun,
+    Dropped,
+    Ended,
+    Evaluated,
+    PartDied,
+    PartStarted,
+    Trained,
+)
 from holdfast.text import clean
-from holdfast.views import told as forms
 from holdfast.views.members import signal_name
 from holdfast.views.picture import Picture
 from holdfast.views.snapshot import summary
-from holdfast.views.told import Told
+from holdfast.views.told import kind_of, text_of
 
 __all__ = ["Lines", "closing"]
 
 _TOGETHER_S = 1.0
+"""What comes within so long of a death is told with it: how lines are written, no setting."""
 
 
 class Lines:
@@ -21,7 +36,7 @@ class Lines:
     def __init__(self) -> None:
         self._deaths: dict[str, tuple[float, str]] = {}
 
-    def take(self, event: Told, picture: Picture) -> list[str]:
+    def take(self, event: Event, picture: Picture) -> list[str]:
         """What there is to say now."""
         lines = self.flush(before=event.at - _TOGETHER_S)
         lines += [clean(line) for line in self._of(event, picture)]
@@ -32,25 +47,25 @@ class Lines:
         old = [part for part, (at, _) in self._deaths.items() if at <= before]
         return [clean(f"{part} {self._deaths.pop(part)[1]}") for part in old]
 
-    def _of(self, event: Told, picture: Picture) -> list[str]:
-        match event.kind:
-            case "run.begun" if begun := event.as_(forms.Begun):
-                again = f", goes on after step {picture.step}" if begun.resumed else ""
-                return [f"run {begun.run}: {begun.steps} steps, seed {begun.seed}{again}"]
-            case "run.ended":
+    def _of(self, event: Event, picture: Picture) -> list[str]:
+        match event:
+            case Begun():
+                again = f", goes on after step {picture.step}" if event.resumed else ""
+                return [f"run {event.run}: {event.steps} steps, seed {event.seed}{again}"]
+            case Ended():
                 return closing(picture)
-            case "step.trained" if step := event.as_(forms.Trained):
-                return [_step(step, picture.steps)]
-            case "eval.done" if held := event.as_(forms.Evaluated):
-                return [_eval(held)]
-            case "part.died" if part := event.as_(forms.Part):
-                self._deaths[part.part] = (event.at, f"died ({signal_name(part.code)})")
+            case Trained():
+                return [_step(event, picture.steps)]
+            case Evaluated():
+                return [_eval(event)]
+            case PartDied():
+                self._deaths[event.part] = (event.at, f"died ({signal_name(event.code)})")
                 return []
-            case "part.started" if part := event.as_(forms.Part):
-                return self._restarted(part, picture)
+            case PartStarted():
+                return self._restarted(event, picture)
         return _other(event)
 
-    def _restarted(self, part: forms.Part, picture: Picture) -> list[str]:
+    def _restarted(self, part: PartStarted, picture: Picture) -> list[str]:
         """A restart; not of those that went with the supervisor: that it goes on says it all."""
         _, death = self._deaths.pop(part.part, (0.0, ""))
         member = picture.members.known.get(part.part)
@@ -73,41 +88,47 @@ def closing(picture: Picture) -> list[str]:
     return lines
 
 
-def _step(step: forms.Trained, steps: int) -> str:
+def _step(step: Trained, steps: int) -> str:
     width = len(str(steps))
-    reward, exact, loss, _ = step.numbers()
     return (
-        f"step  {step.step:>{width}}/{steps}  reward {reward:.2f}  exact {exact:.2f}  "
-        f"loss {loss:+.3f}  ({step.seconds:.1f} s)"
+        f"step  {step.step:>{width}}/{steps}  reward {step.reward:.2f}  exact {step.exact:.2f}  "
+        f"loss {step.loss:+.3f}  ({step.seconds:.1f} s)"
     )
 
 
-def _eval(held: forms.Evaluated) -> str:
-    exact, reward = held.numbers()
+def _eval(held: Evaluated) -> str:
     return (
-        f"eval  {held.step:>3}  exact {exact:.2f}  reward {reward:.2f}  "
+        f"eval  {held.step:>3}  exact {held.exact:.2f}  reward {held.reward:.2f}  "
         f"({held.prompts} held-out prompts)"
     )
 
 
-def _other(event: Told) -> list[str]:
-    match event.kind:
-        case "chaos.struck" if struck := event.as_(forms.Struck):
-            where = f" at {struck.point}" if struck.point else ""
-            return [f"chaos: {struck.action} {struck.target} in step {struck.step}{where}"]
-        case "chaos.healed" if struck := event.as_(forms.Struck):
-            return [f"chaos: {struck.target} is over it, next step after {struck.seconds:.1f} s"]
+def _other(event: Event) -> list[str]:
+    match event:
+        case Started():
+            return [f"trainer {event.job} serves as epoch {event.epoch}"]
+        case JobEnded():
+            return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
+        case Dropped():
+            return [f"step {event.step} does without group {event.group}: {event.reason}"]
+        case Spoilt():
+            return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
+    kind = kind_of(event)
+    if kind in ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck"):
+        return [f"{event.process}: {kind}  {text_of(event)}"]
+    return [] if isinstance(event, Unknown) else _rare(kind, event)
+
+
+def _rare(kind: str, event: Any) -> list[str]:
+    """Of events whose classes take long to import; `event` is of the class of its kind."""
+    match kind:
+        case "chaos.struck":
+            where = f" at {event.point}" if event.point else ""
+            return [f"chaos: {event.action} {event.target} in step {event.step}{where}"]
+        case "chaos.healed":
+            return [f"chaos: {event.target} is over it, next step after {event.seconds:.1f} s"]
         case "chaos.missed":
-            return [f"chaos: missed {event.fields.get('clause')}: {event.fields.get('reason')}"]
-        case "job.started" if job := event.as_(forms.Job):
-            return [f"trainer {job.job} serves as epoch {job.epoch}"]
-        case "job.ended" if job := event.as_(forms.Job):
-            return [f"trainer {job.job}: epoch {job.epoch} {job.how}: {job.reason}"]
-        case "launch.crew.ended" if event.fields.get("cause"):
-            return [f"the trainer's ranks have ended: {event.fields['cause']}"]
-        case "group.dropped" | "rollout.spoilt" if made := event.as_(forms.Made):
-            what = "does without" if event.kind == "group.dropped" else "has spoilt"
-            return [f"step {made.step} {what} group {made.group}: {made.reason}"]
-        case "trainer.quarantined" | "trainer.differs" | "events.dropped" | "weights.stuck":
-            return [f"{event.process}: {event.kind}  {event.text()}"]
+            return [f"chaos: missed {event.clause}: {event.reason}"]
+        case "launch.crew.ended" if event.cause:
+            return [f"the trainer's ranks have ended: {event.cause}"]
     return []

@@ -7,17 +7,37 @@ Memory is bounded: curves are thinned, lists keep their ends.
 import re
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from holdfast.events import Event
-from holdfast.views import told as forms
+from holdfast.events import Event, Unknown
+from holdfast.faults import FaultFired
+from holdfast.jobs.host import Ended as JobEnded
+from holdfast.jobs.host import Started, Taken
+from holdfast.rollout.happenings import Loaded, Made
+from holdfast.run.happenings import (
+    Acknowledged,
+    Begun,
+    Ended,
+    Evaluated,
+    PartDied,
+    PartStarted,
+    Trained,
+)
 from holdfast.views.curve import Curve
 from holdfast.views.faults import Fault, Faults
 from holdfast.views.members import Members, node_name, rank_name
 from holdfast.views.points import Points
-from holdfast.views.told import Told, told
+from holdfast.views.told import kind_of, text_of
+
+if TYPE_CHECKING:  # these need packages of other extras, or take long to import
+    from holdfast.chaos.runs import Healed, Planned, Struck
+    from holdfast.launch.crew import CrewEnded
+    from holdfast.launch.warm import WarmLost, WarmReady
+    from holdfast.launch.workers import WorkerStarted
+    from holdfast.weights.publisher import Published
+    from holdfast.weights.replica import Switched, Withdrawn
 
 __all__ = ["Entry", "Epoch", "Picture", "Version"]
 
@@ -126,29 +146,28 @@ class Picture:
         """The newest version."""
         return max(self.versions, default=None)
 
-    def take(self, event: Told | Event) -> None:
+    def take(self, event: Event) -> None:
         """Add one event to the picture; one without a kind only shows that a process lives."""
-        event = told(event) if isinstance(event, Event) else event
-        if not event.kind:
+        kind = kind_of(event)
+        if not kind:
             self._seen(event)
             return
         self.serial += 1
         heard, self.now = self.now, max(self.now, event.at)
-        known = event.kind in self.counts or len(self.counts) < MAX_KINDS
-        self.counts[event.kind if known else "other"] += 1
-        if event.kind == "run.begun" and (begun := event.as_(forms.Begun)) is not None:
-            self._begun(event, begun, heard)
+        listed = kind in self.counts or len(self.counts) < MAX_KINDS
+        self.counts[kind if listed else "other"] += 1
+        if isinstance(event, Begun):
+            self._begun(event, heard)
         self._seen(event)
-        form, take = self._takers.get(event.kind, (None, None))
-        if form is not None and take is not None and (fields := event.as_(form)) is not None:
-            take(self, event, fields)
+        if kind in self._takers and not isinstance(event, Unknown):
+            self._takers[kind](self, event)
         who = self.members.name_of(event.pid) or event.process
-        entry = Entry(self.serial, event.at, event.kind[:80], who[:100], event.text())
-        (self._noise if event.kind in NOISE else self._entries).append(entry)
+        entry = Entry(self.serial, event.at, kind[:80], who[:100], text_of(event))
+        (self._noise if kind in NOISE else self._entries).append(entry)
 
-    def _seen(self, event: Told) -> None:
+    def _seen(self, event: Event) -> None:
         process = event.process
-        agent = event.kind.startswith("launch.") and not self.members.name_of(event.pid)
+        agent = kind_of(event).startswith("launch.") and not self.members.name_of(event.pid)
         if agent and len(self._nodes) < MAX_NODES:
             self._nodes.add(process)
         if process in self._nodes:
@@ -174,7 +193,7 @@ class Picture:
 
     # What each event changes.
 
-    def _begun(self, event: Told, fields: forms.Begun, heard: float) -> None:
+    def _begun(self, event: Begun, heard: float) -> None:
         before = self.members.known.get("supervisor")
         if before is not None and before.lives[-1].pid != event.pid and self.ended is None:
             # The last that was heard of anybody: everything died with the supervisor.
@@ -185,75 +204,77 @@ class Picture:
             self.faults.again("supervisor", event.at)
             self._crews.clear()
         self.resumes += self.began is not None
-        self.run, self.seed = fields.run, fields.seed
-        self.steps = max(self.steps, fields.steps)
+        self.run, self.seed = event.run, event.seed
+        self.steps = max(self.steps, event.steps)
         self.began = event.at if self.began is None else min(self.began, event.at)
         self.ended, self.how = None, ""
         self.members.start("supervisor", event.pid, event.at)
 
-    def _ended(self, event: Told, fields: forms.Ended) -> None:
-        self.ended, self.how, self.content = event.at, fields.how, fields.content
-        self.step = max(self.step, fields.steps)
+    def _ended(self, event: Ended) -> None:
+        self.ended, self.how, self.content = event.at, event.how, event.content
+        self.step = max(self.step, event.steps)
         self.members.end_all(event.at, "ended")
 
-    def _part_started(self, event: Told, fields: forms.Part) -> None:
-        if self.members.start(fields.part, fields.child, event.at) is not None:
-            self.faults.again(fields.part, event.at)
+    def _part_started(self, event: PartStarted) -> None:
+        if self.members.start(event.part, event.child, event.at) is not None:
+            self.faults.again(event.part, event.at)
 
-    def _part_died(self, event: Told, fields: forms.Part) -> None:
-        self.members.died(fields.part, fields.child, event.at, fields.code)
-        if fields.part == HOST:
+    def _part_died(self, event: PartDied) -> None:
+        self.members.died(event.part, event.child, event.at, event.code)
+        if event.part == HOST:
             self._crews.clear()
             self.members.end_trainer(event.at, "stopped")
-        fault = Fault(event.at, "died", fields.part, fields.child, member=fields.part)
-        fault.code, fault.step = fields.code, self.step + 1
+        fault = Fault(event.at, "died", event.part, event.child, member=event.part)
+        fault.code, fault.step = event.code, self.step + 1
         self.faults.add(fault)
 
-    def _trained(self, event: Told, fields: forms.Trained) -> None:
-        if fields.step > self.step:
+    def _trained(self, event: Trained) -> None:
+        if event.step > self.step:
             self.faults.stepped(event.at)
-            self.step = fields.step
-        self.train.add(fields.step, *fields.numbers(), fields.lag, fields.seconds)
-        self._version(fields.version).content = fields.content
+            self.step = event.step
+        numbers = event.reward, event.exact, event.loss, event.grad_norm
+        self.train.add(event.step, *numbers, event.lag, event.seconds)
+        self._version(event.version).content = event.content
 
-    def _evaluated(self, _: Told, fields: forms.Evaluated) -> None:
-        self.evals.add(fields.step, *fields.numbers())
+    def _evaluated(self, event: Evaluated) -> None:
+        self.evals.add(event.step, event.exact, event.reward)
 
-    def _made(self, event: Told, fields: forms.Made) -> None:
-        if fields.purpose != "train" or fields.step in self._done:
+    def _made(self, event: Made) -> None:
+        if event.purpose != "train" or event.step in self._done:
             return
-        keys = self._queued.setdefault(fields.step, set())
+        keys = self._queued.setdefault(event.step, set())
         before = len(keys)
-        keys.update(fields.keys)
+        keys.update(event.keys)
         self.made += len(keys) - before
         if len(self._queued) > MAX_QUEUED_STEPS:
             del self._queued[min(self._queued)]
         self.depth.add(event.at, self.queue)
 
-    def _acknowledged(self, event: Told, fields: forms.Made) -> None:
-        if fields.step in self._done:
+    def _acknowledged(self, event: Acknowledged) -> None:
+        if event.step in self._done:
             return
-        self._done.append(fields.step)
-        self._queued.pop(fields.step, None)
-        self.acknowledged += len(fields.keys)
+        self._done.append(event.step)
+        self._queued.pop(event.step, None)
+        self.acknowledged += len(event.keys)
         self.depth.add(event.at, self.queue)
 
-    def _published(self, event: Told, fields: forms.Version) -> None:
+    def _published(self, event: "Published") -> None:
         """Checkpoints are published too: it is the run's version once a step says so."""
-        self._fresh[fields.version] = (event.at, fields.bytes)
+        self._fresh[event.version] = (event.at, event.bytes)
         if len(self._fresh) > MAX_VERSIONS:
             del self._fresh[next(iter(self._fresh))]
 
-    def _loaded(self, event: Told, fields: forms.Version) -> None:
-        name = self.members.name_of(event.pid) or fields.replica
-        version = self._version(fields.version)
-        version.content = fields.content or version.content
+    def _loaded(self, event: "Loaded | Switched") -> None:
+        name = self.members.name_of(event.pid) or event.replica
+        version = self._version(event.version)
+        if isinstance(event, Loaded):
+            version.content = event.content or version.content
         if name not in version.acknowledged and len(version.acknowledged) < 100:
             version.acknowledged.append(name)
         if (member := self.members.known.get(name)) is not None:
-            member.version = fields.version
+            member.version = event.version
 
-    def _withdrawn(self, event: Told, _: forms.Version) -> None:
+    def _withdrawn(self, event: "Withdrawn") -> None:
         if (member := self.members.known.get(self.members.name_of(event.pid))) is not None:
             member.version = None
 
@@ -265,46 +286,46 @@ class Picture:
             del self.versions[min(self.versions)]
         return version
 
-    def _taken(self, event: Told, fields: forms.Job) -> None:
-        epoch = self._epoch(fields)
-        epoch.taken, epoch.host = event.at, fields.host
+    def _taken(self, event: Taken) -> None:
+        epoch = self._epoch(event)
+        epoch.taken, epoch.host = event.at, event.host
 
-    def _started(self, event: Told, fields: forms.Job) -> None:
-        epoch = self._epoch(fields)
-        epoch.started, epoch.address = event.at, fields.address
+    def _started(self, event: Started) -> None:
+        epoch = self._epoch(event)
+        epoch.started, epoch.address = event.at, event.address
 
-    def _job_ended(self, event: Told, fields: forms.Job) -> None:
-        epoch = self._epoch(fields)
-        epoch.ended, epoch.how, epoch.reason = event.at, fields.how, fields.reason[:300]
-        if fields.epoch == max(self.jobs[fields.job]):
-            as_it_should = fields.how in ("completed", "left")
+    def _job_ended(self, event: JobEnded) -> None:
+        epoch = self._epoch(event)
+        epoch.ended, epoch.how, epoch.reason = event.at, event.how, event.reason[:300]
+        if event.epoch == max(self.jobs[event.job]):
+            as_it_should = event.how in ("completed", "left")
             self._crews.clear()
             self.members.end_trainer(event.at, "ended" if as_it_should else "stopped")
-        if fields.how == "died" and self.ended is None:
+        if event.how == "died" and self.ended is None:
             fault = Fault(event.at, "died", "trainer", step=self.step + 1)
             self.faults.consequence(fault)
 
-    def _epoch(self, fields: forms.Job) -> Epoch:
-        epochs = self.jobs.setdefault(fields.job, {})
-        epoch = epochs.setdefault(fields.epoch, Epoch(fields.epoch))
+    def _epoch(self, event: Taken | Started | JobEnded) -> Epoch:
+        epochs = self.jobs.setdefault(event.job, {})
+        epoch = epochs.setdefault(event.epoch, Epoch(event.epoch))
         if len(epochs) > MAX_EPOCHS:
             del epochs[min(epochs)]
         if len(self.jobs) > MAX_JOBS:
             del self.jobs[next(iter(self.jobs))]
         return epoch
 
-    def _worker(self, event: Told, fields: forms.Worker) -> None:
-        name, cycle = rank_name(fields.rank), (fields.run, fields.cycle)
+    def _worker(self, event: "WorkerStarted") -> None:
+        name, cycle = rank_name(event.rank), (event.run, event.cycle)
         heard = min(event.at, self.members.last_of_ranks())
         for node in [node for node, crew in self._crews.items() if crew.cycle != cycle]:
             self._crew_gone(node, heard, "stopped")
-        if self.members.start(name, fields.worker_pid, event.at) is not None:
-            self._crews.setdefault(event.process, Crew(cycle)).pids.add(fields.worker_pid)
+        if self.members.start(name, event.worker_pid, event.at) is not None:
+            self._crews.setdefault(event.process, Crew(cycle)).pids.add(event.worker_pid)
             self.faults.again(name, event.at)
 
-    def _crew_ended(self, event: Told, fields: forms.Worker) -> None:
-        self._crew_gone(event.process, event.at, "stopped" if fields.cause else "ended")
-        if fields.cause:
+    def _crew_ended(self, event: "CrewEnded") -> None:
+        self._crew_gone(event.process, event.at, "stopped" if event.cause else "ended")
+        if event.cause:
             fault = Fault(event.at, "died", "trainer", step=self.step + 1)
             self.faults.consequence(fault)
 
@@ -313,60 +334,60 @@ class Picture:
         for pid in crew.pids if crew is not None else ():
             self.members.end(pid, at, how)
 
-    def _warm_ready(self, event: Told, fields: forms.Warm) -> None:
-        if not self.members.name_of(fields.child_pid) and len(self.members.spares) < 1000:
-            self.members.spares[fields.child_pid] = event.pid
+    def _warm_ready(self, event: "WarmReady") -> None:
+        if not self.members.name_of(event.child_pid) and len(self.members.spares) < 1000:
+            self.members.spares[event.child_pid] = event.pid
 
-    def _warm_lost(self, _: Told, fields: forms.Warm) -> None:
-        self.members.spares.pop(fields.child_pid, None)
+    def _warm_lost(self, event: "WarmLost") -> None:
+        self.members.spares.pop(event.child_pid, None)
 
-    def _planned(self, _: Told, fields: forms.Planned) -> None:
-        self.points.arm(fields.points)
+    def _planned(self, event: "Planned") -> None:
+        self.points.arm(event.points)
 
-    def _struck(self, event: Told, fields: forms.Struck) -> None:
-        member = self.members.name_of(fields.victim)
-        fault = Fault(event.at, fields.action, fields.target, fields.victim, fields.clause)
-        fault.step, fault.point, fault.by = fields.step, fields.point, "chaos"
-        fault.member = member or self.members.find(fields.target)
-        length = _LENGTH.search(fields.clause)
+    def _struck(self, event: "Struck") -> None:
+        member = self.members.name_of(event.victim)
+        fault = Fault(event.at, event.action, event.target, event.victim, event.clause)
+        fault.step, fault.point, fault.by = event.step, event.point, "chaos"
+        fault.member = member or self.members.find(event.target)
+        length = _LENGTH.search(event.clause)
         fault.length_s = float(length[1]) if length else None
         self.faults.add(fault)
-        self.points.hit(fields.clause.rpartition("@")[2])
-        if fields.action == "kill" and member:
-            self.members.end(fields.victim, event.at, "died", -9)
+        self.points.hit(event.clause.rpartition("@")[2])
+        if event.action == "kill" and member:
+            self.members.end(event.victim, event.at, "died", -9)
 
-    def _healed(self, _: Told, fields: forms.Struck) -> None:
-        self.faults.heal(fields.clause, fields.target, fields.seconds)
+    def _healed(self, event: "Healed") -> None:
+        self.faults.heal(event.clause, event.target, event.seconds)
 
-    def _fired(self, event: Told, fields: forms.Struck) -> None:
+    def _fired(self, event: FaultFired) -> None:
         member = self.members.name_of(event.pid)
-        fault = Fault(event.at, fields.action, member or event.process, event.pid)
-        fault.step, fault.point = self.step + 1, fields.point
+        fault = Fault(event.at, event.action, member or event.process, event.pid)
+        fault.step, fault.point = self.step + 1, event.point
         fault.by, fault.member = "point", member
         self.faults.add(fault)
-        self.points.hit(fields.point + (f" {fields.hit}" if fields.hit > 1 else ""))
+        self.points.hit(event.point + (f" {event.hit}" if event.hit > 1 else ""))
 
-    _takers: ClassVar[dict[str, tuple[Any, Callable[..., None]]]] = {
-        "run.ended": (forms.Ended, _ended),
-        "part.started": (forms.Part, _part_started),
-        "part.died": (forms.Part, _part_died),
-        "step.trained": (forms.Trained, _trained),
-        "step.acknowledged": (forms.Made, _acknowledged),
-        "eval.done": (forms.Evaluated, _evaluated),
-        "rollout.made": (forms.Made, _made),
-        "rollout.loaded": (forms.Version, _loaded),
-        "weights.switched": (forms.Version, _loaded),
-        "weights.withdrawn": (forms.Version, _withdrawn),
-        "weights.published": (forms.Version, _published),
-        "job.taken": (forms.Job, _taken),
-        "job.started": (forms.Job, _started),
-        "job.ended": (forms.Job, _job_ended),
-        "launch.worker.started": (forms.Worker, _worker),
-        "launch.crew.ended": (forms.Worker, _crew_ended),
-        "launch.warm.ready": (forms.Warm, _warm_ready),
-        "launch.warm.lost": (forms.Warm, _warm_lost),
-        "chaos.planned": (forms.Planned, _planned),
-        "chaos.struck": (forms.Struck, _struck),
-        "chaos.healed": (forms.Struck, _healed),
-        "fault.fired": (forms.Struck, _fired),
+    _takers: ClassVar[dict[str, Callable[..., None]]] = {
+        "run.ended": _ended,
+        "part.started": _part_started,
+        "part.died": _part_died,
+        "step.trained": _trained,
+        "step.acknowledged": _acknowledged,
+        "eval.done": _evaluated,
+        "rollout.made": _made,
+        "rollout.loaded": _loaded,
+        "weights.switched": _loaded,
+        "weights.withdrawn": _withdrawn,
+        "weights.published": _published,
+        "job.taken": _taken,
+        "job.started": _started,
+        "job.ended": _job_ended,
+        "launch.worker.started": _worker,
+        "launch.crew.ended": _crew_ended,
+        "launch.warm.ready": _warm_ready,
+        "launch.warm.lost": _warm_lost,
+        "chaos.planned": _planned,
+        "chaos.struck": _struck,
+        "chaos.healed": _healed,
+        "fault.fired": _fired,
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from holdfast.errors import HoldfastError
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
 from holdfast.views.terminal import Viewer
 from holdfast.views.web import Web
 

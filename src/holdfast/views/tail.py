@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.events import Event, Unknown
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.views.picture import Picture
-from holdfast.views.told import Told, parse
+from holdfast.views.told import known, parse
 
-__all__ = ["LOOK_S", "Live", "Tail", "look"]
+__all__ = ["Live", "Tail", "look"]
 
-LOOK_S = 0.2
-"""How often files are looked at."""
-_FIND_S = 1.0
+_FIND = 4
+"""Every so many looks at the files that are known, new ones are looked for."""
 _LOOKS = 5
 """How often the last look begins again when files get numbers meanwhile."""
 _RANK = re.compile(r"e\d+-c\d+-r\d+-(\d{1,9})")
@@ -46,22 +47,30 @@ class _File:
 class Tail:
     """The events of a run's folder, a look at a time."""
 
-    def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        now: Callable[[], float] = time.time,
+        look_s: float = DEFAULTS.show_s,
+    ) -> None:
+        known()  # here: the thread that reads should not be the one that imports
         self.folder = folder
         self.strange = 0
         """Lines that were no events."""
         self._now = now
+        self._find_s = _FIND * look_s
         self._files: dict[tuple[int, int], _File] = {}
         """By device and inode."""
         self._found_at = float("-inf")
-        self._held: list[Told] = []
+        self._held: list[Event] = []
 
-    def look(self, *, everything: bool = False) -> list[Told]:
+    def look(self, *, everything: bool = False) -> list[Event]:
         """What is new, in order; `everything` if there will be no other look."""
         began = self._now()
-        fresh: list[Told] = []
+        fresh: list[Event] = []
         for _ in range(_LOOKS if everything else 1):
-            if everything or not 0.0 <= began - self._found_at < _FIND_S:
+            if everything or not 0.0 <= began - self._found_at < self._find_s:
                 self._find(began, fresh)
             for identity, file in self._files.items():
                 while self._read(identity, file, fresh):
@@ -74,7 +83,7 @@ class Tail:
         self._held = late
         return sorted(ready, key=lambda event: event.at)
 
-    def _find(self, now: float, into: list[Told]) -> None:
+    def _find(self, now: float, into: list[Event]) -> None:
         """Look which files there are."""
         self._found_at = now
         before = self._files
@@ -92,7 +101,7 @@ class Tail:
             found[identity] = known
         self._files = dict(sorted(found.items(), key=lambda one: _age(one[1].path)))
 
-    def _read(self, identity: tuple[int, int], file: _File, into: list[Told]) -> bool:
+    def _read(self, identity: tuple[int, int], file: _File, into: list[Event]) -> bool:
         """Read a piece of a file; whether there may be more."""
         try:
             fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -139,13 +148,18 @@ class Live:
     """A picture that a thread keeps up to date. Hold `lock` while you look at it."""
 
     def __init__(
-        self, folder: Path, *, tell: Callable[[Told, Picture], None] | None = None
+        self,
+        folder: Path,
+        *,
+        tell: Callable[[Event, Picture], None] | None = None,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self.picture = Picture()
         self.lock = threading.Condition()
         self.stopped = False
         self._tell = tell
-        self._tail = Tail(folder)
+        self._look_s = timeouts.show_s
+        self._tail = Tail(folder, look_s=self._look_s)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="views.tail", daemon=True)
 
@@ -179,10 +193,10 @@ class Live:
                     self.lock.notify_all()
             if last:
                 return
-            self._stop.wait(LOOK_S)
+            self._stop.wait(self._look_s)
 
 
-def _silent(path: str) -> list[Told]:
+def _silent(path: str) -> list[Event]:
     """A trainer's rank that may never say anything: its log's name tells that it lives."""
     match = _RANK.fullmatch(Path(path).stem)
     if match is None:
@@ -194,7 +208,7 @@ def _silent(path: str) -> list[Told]:
     if about.st_size:
         return []  # it speaks for itself
     process = " ".join((Path(path).parent.parent.name, match[0]))
-    return [Told("", about.st_mtime, process, int(match[1]))]
+    return [Unknown(kind="", fields={}, at=about.st_mtime, process=process, pid=int(match[1]))]
 
 
 def _age(path: str) -> float:

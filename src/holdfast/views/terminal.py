@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from holdfast.errors import MissingPackage
+from holdfast.events import Event
+from holdfast.timeouts import DEFAULTS
 from holdfast.views.lines import Lines, closing
 from holdfast.views.picture import Picture
 from holdfast.views.tail import Live
-from holdfast.views.told import Told
+from holdfast.views.told import kind_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["Viewer", "watch"]
-
-_DRAW_S = 0.25
 
 
 class Viewer:
@@ -68,8 +68,8 @@ class Viewer:
             if self._live.picture.ended is not None:
                 self._say(closing(self._live.picture))
 
-    def _tell(self, event: Told, picture: Picture) -> None:
-        if event.kind and event.at >= self._since:
+    def _tell(self, event: Event, picture: Picture) -> None:
+        if kind_of(event) and event.at >= self._since:
             self._say(self._lines.take(event, picture))
 
     def _say(self, lines: list[str]) -> None:
@@ -97,12 +97,12 @@ class Viewer:
             with Screen(console=console, auto_refresh=False, transient=False) as screen:
                 serial, over = -1, False
                 while not over:
-                    self._live.wait(serial, _DRAW_S)
+                    self._live.wait(serial, DEFAULTS.show_s)
                     with self._live.lock:
                         over, serial = self._live.stopped, self._live.picture.serial
                         shown = _render(self._live.picture, console.height)
                     screen.update(shown, refresh=True)
-                    time.sleep(0 if over else _DRAW_S)
+                    time.sleep(0 if over else DEFAULTS.show_s)
 
 
 async def watch(folder: Path, *, plain: bool | None = None, stop: asyncio.Event) -> None:

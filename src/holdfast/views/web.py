@@ -23,30 +23,31 @@ from typing import Any, ClassVar
 import msgspec
 
 from holdfast.errors import Mistake
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.views.page import page, policy
 from holdfast.views.snapshot import prometheus, snapshot
 from holdfast.views.tail import Live
 
 __all__ = ["Web"]
 
-EVERY_S = 0.25
-"""The least time between two snapshots."""
-BEAT_S = 10.0
-"""How often an idle stream shows that it lives."""
 MAX_STREAMS = 32
-_CALLER_S = 10.0
-_LAST_S = 2.0
-"""How long the end waits for streams to take their last snapshot."""
 
 
 class Web:
     """A server for the page of one run: `start`, then `url`, then `stop`."""
 
     def __init__(
-        self, folder: Path, host: str = "127.0.0.1", port: int = 0, *, names: Iterable[str] = ()
+        self,
+        folder: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        names: Iterable[str] = (),
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self.host = host
-        self.live = Live(folder)
+        self.timeouts = timeouts
+        self.live = Live(folder, timeouts=timeouts)
         self.names = {name.lower() for name in names}
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
         self.stopping = threading.Event()
@@ -82,7 +83,7 @@ class Web:
         if self._thread.ident is not None:
             self._server.shutdown()
             self._thread.join()
-        until = time.monotonic() + _LAST_S
+        until = time.monotonic() + self.timeouts.ending_s
         for _ in range(MAX_STREAMS):
             self.streams.acquire(timeout=max(0.0, until - time.monotonic()))
         self._server.server_close()
@@ -117,7 +118,6 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
-    timeout = _CALLER_S
     server_version = "holdfast"
     sys_version = ""
     protocol_version = "HTTP/1.0"  # one request per connection: nothing to keep or to bound
@@ -129,6 +129,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cache-Control": "no-store",
     }
+
+    def setup(self) -> None:
+        """Bound how long the caller may hang."""
+        super().setup()
+        self.connection.settimeout(self.server.web.timeouts.page_beat_s)
 
     def do_GET(self) -> None:
         """Answer."""
@@ -178,10 +183,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             web.streams.release()
 
     def _send_snapshots(self, web: Web) -> None:
-        sent = -1
+        sent, times = -1, web.timeouts
         while True:
             over = web.stopping.is_set()
-            fresh = web.live.wait(sent, 0.0 if over else BEAT_S)
+            fresh = web.live.wait(sent, 0.0 if over else times.page_beat_s)
             if fresh:
                 with web.live.lock:
                     data = snapshot(web.live.picture, log_after=max(sent, 0))
@@ -192,6 +197,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             else:
                 self.wfile.write(b": still here\n\n")
             if web.live.stopped:
-                web.stopping.wait(EVERY_S)
+                web.stopping.wait(times.show_s)
             else:
-                time.sleep(EVERY_S)
+                time.sleep(times.show_s)

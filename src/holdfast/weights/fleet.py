@@ -12,6 +12,7 @@ rules; this file begins rounds and waits for their end.
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Self
 
 import msgspec
@@ -76,8 +77,6 @@ class Update(msgspec.Struct, frozen=True):
 class Fleet:
     """The owner of a fleet's target. There may be several; rounds are compared, never mixed."""
 
-    follower_kind: type[Follower] = Follower
-
     def __init__(
         self,
         ledger: Ledger,
@@ -86,12 +85,13 @@ class Fleet:
         *,
         run: str = "default",
         runtime: Runtime | None = None,
+        follower: Callable[[Runtime, Keys], Follower] = Follower,
     ) -> None:
         self._runtime = runtime or LiveRuntime(ledger)
         self._policy = policy or FleetPolicy()
         check_name("channel", channel)
         self._keys = Keys(check_name("run", run), channel)
-        self._follower = self.follower_kind(self._runtime, self._keys)
+        self._follower = follower(self._runtime, self._keys)
         self._following: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterable
 
 from holdfast.ledger import Entry, Runtime, absent, follow, unchanged
 from holdfast.ledger.records import decode, put
@@ -9,7 +10,10 @@ from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.weights.fleet_plan import advance
 from holdfast.weights.records import Consumer, Keys, Target
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "Plan"]
+
+Plan = Callable[[Target, Iterable[Consumer], float], Target | None]
+"""The fleet's next target, or None: from the target, the members, and how long it has stood."""
 
 LOOK_S = 2.0
 """How often to look whether a deadline has passed while nothing moves."""
@@ -18,10 +22,9 @@ LOOK_S = 2.0
 class Follower:
     """What the ledger says of a fleet, kept up to date by `run`."""
 
-    plan = staticmethod(advance)
-
-    def __init__(self, runtime: Runtime, keys: Keys) -> None:
+    def __init__(self, runtime: Runtime, keys: Keys, *, plan: Plan = advance) -> None:
         self._runtime = runtime
+        self._plan = plan
         self._keys = keys
         self._entry: Entry | None = None
         self._since_s = 0.0
@@ -74,7 +77,7 @@ class Follower:
         if self.count == 0:
             return
         entry = self._entry
-        following = self.plan(self.target, self.members, self._runtime.now() - self._since_s)
+        following = self._plan(self.target, self.members, self._runtime.now() - self._since_s)
         if following is not None:
             await self._runtime.ledger.txn(
                 [unchanged(entry) if entry else absent(self._keys.target)],

@@ -60,15 +60,20 @@ COMMIT_S = 30.0
 class LedgerBook(Book):
     """A channel's book in the ledger. `guards` are fences from outside (a job's epoch)."""
 
-    seat_kind: type[LedgerSeat] = LedgerSeat
-
     def __init__(
-        self, runtime: Runtime, keys: Keys, name: str, guards: Sequence[Compare] = ()
+        self,
+        runtime: Runtime,
+        keys: Keys,
+        name: str,
+        guards: Sequence[Compare] = (),
+        *,
+        seat: type[LedgerSeat] = LedgerSeat,
     ) -> None:
         self._runtime = runtime
         self._keys = keys
         self._name = name
         self._guards = tuple(guards)
+        self._make_seat = seat
         self._writer: Stored[Writer] | None = None
         self._nonces: set[str] = set()
         """Of our takeovers, also of those whose outcome we were never told."""
@@ -89,7 +94,12 @@ class LedgerBook(Book):
             return Writer(epoch=epoch, name=self._name, nonce=nonce)
 
         self._writer = await update(
-            self._runtime, self._keys.writer, Writer, take_over, guards=self._guards
+            self._runtime,
+            self._keys.writer,
+            Writer,
+            take_over,
+            guards=self._guards,
+            repeatable=True,
         )
         assert self._writer is not None
         self._nonces = {nonce}
@@ -259,7 +269,7 @@ class LedgerBook(Book):
 
     def seat(self, consumer: Consumer, lease_s: float) -> Seat:
         """See `Book.seat`."""
-        return self.seat_kind(self._runtime, self._keys, consumer, lease_s)
+        return self._make_seat(self._runtime, self._keys, consumer, lease_s)
 
 
 def _number(key: str, folder: str) -> int | None:

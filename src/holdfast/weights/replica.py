@@ -28,9 +28,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from holdfast import events
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
+from holdfast.ledger import Runtime
 from holdfast.weights.fleet_plan import servable
 from holdfast.weights.follower import Follower
 from holdfast.weights.pin import Pin
+from holdfast.weights.records import Keys
 from holdfast.weights.subscriber import Subscriber
 
 if TYPE_CHECKING:
@@ -157,13 +159,17 @@ class ModuleEngine(Engine):
 class Replica:
     """Follows the target; `admit` is the door for callers."""
 
-    follower_kind: type[Follower] = Follower
-
-    def __init__(self, subscriber: Subscriber, engine: Engine) -> None:
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        engine: Engine,
+        *,
+        follower: Callable[[Runtime, Keys], Follower] = Follower,
+    ) -> None:
         self._subscriber = subscriber
         self._engine = engine
         self._runtime = subscriber.channel.runtime
-        self._follower = self.follower_kind(self._runtime, subscriber.channel.keys)
+        self._follower = follower(self._runtime, subscriber.channel.keys)
         self._tasks: list[asyncio.Task[None]] = []
         # What the engine holds, and what is loaded aside, each with the losses that it had when
         # it took it.

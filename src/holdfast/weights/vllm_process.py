@@ -32,7 +32,7 @@ from pathlib import Path
 
 from holdfast import events
 from holdfast.errors import MissingPackage, TimedOut
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 
 __all__ = ["ServerProcess"]
 

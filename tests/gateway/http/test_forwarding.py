@@ -13,6 +13,7 @@ from gateway.http.wires import (
     calling,
     chunked,
     gate,
+    passing,
     polite,
     read_body,
     request,
@@ -188,14 +189,12 @@ async def test_lost_means_that_it_may_have_taken_effect() -> None:
         await read_body(reader, writer, seen)
         writer.transport.abort()
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(request("POST", body=b"gradient"))
-            answer = await caller.answer()
-            assert (answer.status, answer.body) == (502, b"Lost")
-        assert [seen.body for seen in up.seen] == [b"gradient"]
-        assert handler.outcomes == [Lost(handler.outcomes[0].reason, reused=False)]  # type: ignore[union-attr]  # compared
+    async with passing(script) as (up, handler, caller):
+        await caller.send(request("POST", body=b"gradient"))
+        answer = await caller.answer()
+        assert (answer.status, answer.body) == (502, b"Lost")
+    assert [seen.body for seen in up.seen] == [b"gradient"]
+    assert handler.outcomes == [Lost(handler.outcomes[0].reason, reused=False)]  # type: ignore[union-attr]  # compared
 
 
 async def test_a_reused_line_that_closes_is_lost_and_never_sent_again() -> None:
@@ -208,18 +207,16 @@ async def test_a_reused_line_that_closes_is_lost_and_never_sent_again() -> None:
         else:
             await polite(up, reader, writer, seen)
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            for _ in range(2):
-                await caller.send(request("POST", body=b"x"))
-                await caller.answer()
-            assert up.connections == 1
-        assert isinstance(handler.outcomes[0], Relayed)
-        lost = handler.outcomes[1]
-        assert isinstance(lost, Lost)
-        assert lost.reused
-        assert len(up.seen) == 2
+    async with passing(script) as (up, handler, caller):
+        for _ in range(2):
+            await caller.send(request("POST", body=b"x"))
+            await caller.answer()
+        assert up.connections == 1
+    assert isinstance(handler.outcomes[0], Relayed)
+    lost = handler.outcomes[1]
+    assert isinstance(lost, Lost)
+    assert lost.reused
+    assert len(up.seen) == 2
 
 
 async def test_a_line_that_was_closed_while_it_was_idle_is_not_used() -> None:
@@ -233,13 +230,11 @@ async def test_a_line_that_was_closed_while_it_was_idle_is_not_used() -> None:
         elif len(up.seen) == 2:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison")
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            for number in range(3):
-                await caller.send(request("POST", f"/{number}", body=b"x"))
-                assert (await caller.answer()).body == b"POST /%d 1" % number
-            assert up.connections == 3
+    async with passing(script) as (up, _handler, caller):
+        for number in range(3):
+            await caller.send(request("POST", f"/{number}", body=b"x"))
+            assert (await caller.answer()).body == b"POST /%d 1" % number
+        assert up.connections == 3
 
 
 HALF = {
@@ -261,18 +256,16 @@ async def test_the_upstream_dies_in_the_middle_of_the_answer(name: str) -> None:
         await go.wait()
         writer.transport.abort()
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(b"GET / HTTP/1.0\r\n\r\n" if "1.0" in name else request())
-            await caller.reader.readuntil(b"hello")
-            go.set()
-            with pytest.raises(ConnectionResetError):
-                await caller.rest()
-            await until(lambda: handler.outcomes)
-        (outcome,) = handler.outcomes
-        assert isinstance(outcome, Truncated)
-        assert (outcome.status, outcome.bytes_out) == (200, 5)
+    async with passing(script) as (_up, handler, caller):
+        await caller.send(b"GET / HTTP/1.0\r\n\r\n" if "1.0" in name else request())
+        await caller.reader.readuntil(b"hello")
+        go.set()
+        with pytest.raises(ConnectionResetError):
+            await caller.rest()
+        await until(lambda: handler.outcomes)
+    (outcome,) = handler.outcomes
+    assert isinstance(outcome, Truncated)
+    assert (outcome.status, outcome.bytes_out) == (200, 5)
 
 
 HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
@@ -310,16 +303,14 @@ async def test_every_kind_of_answer_arrives(name: str, cut: int) -> None:
         if name in ("until close", "HTTP/1.0"):
             writer.close()
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            for _ in range(2):  # the connection stays usable
-                await caller.send(request())
-                answer = await caller.answer()
-                assert (answer.status, answer.body) == (status, body)
-            assert name != "304" or answer.fields["content-length"] == "3"
-            assert name != "204" or "content-length" not in answer.fields
-        assert [type(outcome) for outcome in handler.outcomes] == [Relayed, Relayed]
+    async with passing(script) as (_up, handler, caller):
+        for _ in range(2):  # the connection stays usable
+            await caller.send(request())
+            answer = await caller.answer()
+            assert (answer.status, answer.body) == (status, body)
+        assert name != "304" or answer.fields["content-length"] == "3"
+        assert name != "204" or "content-length" not in answer.fields
+    assert [type(outcome) for outcome in handler.outcomes] == [Relayed, Relayed]
 
 
 BAD_ANSWERS = {
@@ -345,12 +336,10 @@ async def test_an_answer_that_cannot_be_understood_is_lost(name: str) -> None:
     async def script(_up: Upstream, _reader: Reader, writer: Writer, _seen: Seen) -> None:
         writer.write(BAD_ANSWERS[name])
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(request())
-            answer = await caller.answer()
-            assert (answer.status, answer.body) == (502, b"Lost")
+    async with passing(script) as (_up, _handler, caller):
+        await caller.send(request())
+        answer = await caller.answer()
+        assert (answer.status, answer.body) == (502, b"Lost")
 
 
 async def test_a_malformed_chunk_in_an_answer_cuts_the_caller() -> None:
@@ -359,14 +348,12 @@ async def test_a_malformed_chunk_in_an_answer_cuts_the_caller() -> None:
     async def script(_up: Upstream, _reader: Reader, writer: Writer, _seen: Seen) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n")
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(request())
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await caller.answer()
-            await until(lambda: handler.outcomes)
-        assert isinstance(handler.outcomes[0], Truncated)
+    async with passing(script) as (_up, handler, caller):
+        await caller.send(request())
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await caller.answer()
+        await until(lambda: handler.outcomes)
+    assert isinstance(handler.outcomes[0], Truncated)
 
 
 async def test_more_bytes_than_the_answer_has_are_not_the_next_answer() -> None:
@@ -399,13 +386,11 @@ async def test_a_silent_upstream_is_lost_after_its_time() -> None:
         else:
             await asyncio.sleep(60)
 
-    async with upstream(script) as up:
-        handler = Passing(up, answer_s=1.5)
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(request(target="/slow"))
-            assert (await caller.answer()).body == b"x" * 12
-            await caller.send(request(target="/silent"))
-            assert (await caller.answer()).body == b"Lost"
+    async with passing(script, answer_s=1.5) as (_up, _handler, caller):
+        await caller.send(request(target="/slow"))
+        assert (await caller.answer()).body == b"x" * 12
+        await caller.send(request(target="/silent"))
+        assert (await caller.answer()).body == b"Lost"
 
 
 async def test_the_caller_leaves_while_the_upstream_works() -> None:

@@ -6,7 +6,17 @@ import tracemalloc
 
 import pytest
 
-from gateway.http.wires import Passing, Seen, Upstream, calling, gate, request, until, upstream
+from gateway.http.wires import (
+    Passing,
+    Seen,
+    Upstream,
+    calling,
+    gate,
+    passing,
+    request,
+    until,
+    upstream,
+)
 from holdfast.gateway.http import Limits, Relayed
 
 Reader = asyncio.StreamReader
@@ -39,29 +49,27 @@ async def test_large_bodies_arrive_as_they_were(framing: str) -> None:
                 writer.write(b"%x\r\n" % size + await reader.readexactly(size + 2))
                 await writer.drain()
 
-    async with upstream(script) as up:
-        handler = Passing(up)
-        async with gate(handler) as server, calling(server.port) as caller:
-            sent = hashlib.sha256()
+    async with passing(script) as (_up, handler, caller):
+        sent = hashlib.sha256()
 
-            async def send() -> None:
-                field = f"Content-Length: {SIZE}"
-                field = field if framing == "length" else "Transfer-Encoding: chunked"
-                await caller.send(request("POST", fields=[field]))
-                for number in range(SIZE // len(BLOCK)):
-                    block = number.to_bytes(8, "big") + BLOCK[8:]
-                    sent.update(block)
-                    if framing == "chunked":
-                        block = b"%x\r\n%s\r\n" % (len(block), block)
-                    await caller.send(block)
+        async def send() -> None:
+            field = f"Content-Length: {SIZE}"
+            field = field if framing == "length" else "Transfer-Encoding: chunked"
+            await caller.send(request("POST", fields=[field]))
+            for number in range(SIZE // len(BLOCK)):
+                block = number.to_bytes(8, "big") + BLOCK[8:]
+                sent.update(block)
                 if framing == "chunked":
-                    await caller.send(b"0\r\n\r\n")
+                    block = b"%x\r\n%s\r\n" % (len(block), block)
+                await caller.send(block)
+            if framing == "chunked":
+                await caller.send(b"0\r\n\r\n")
 
-            sending = asyncio.create_task(send())
-            answer = await caller.answer()
-            await sending
-        assert hashlib.sha256(answer.body).digest() == sent.digest()
-        assert handler.outcomes == [Relayed(200, SIZE, SIZE)]
+        sending = asyncio.create_task(send())
+        answer = await caller.answer()
+        await sending
+    assert hashlib.sha256(answer.body).digest() == sent.digest()
+    assert handler.outcomes == [Relayed(200, SIZE, SIZE)]
 
 
 async def test_a_slow_caller_does_not_fill_our_memory() -> None:

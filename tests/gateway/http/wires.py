@@ -209,6 +209,17 @@ async def calling(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator
         writer.transport.abort()
 
 
+@contextlib.asynccontextmanager
+async def passing(
+    script: Script = polite, limits: Limits | None = None, **options: object
+) -> AsyncIterator[tuple[Upstream, Passing, Caller]]:
+    """An upstream, an engine that passes everything on to it, and a caller of that."""
+    async with upstream(script) as up:
+        handler = Passing(up, **options)
+        async with gate(handler, limits) as server, calling(server.port) as caller:
+            yield up, handler, caller
+
+
 async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """Wait until something is true; fail if it does not become so."""
     async with asyncio.timeout(within_s):

@@ -9,9 +9,10 @@ import pytest
 
 from holdfast.errors import Unavailable, UnknownOutcome
 from holdfast.ledger.etcd import EtcdLedger
-from holdfast.ledger.etcd import watch as watch_module
+from holdfast.ledger.etcd.watch import EtcdWatch
 from holdfast.ledger.types import Batch, Put, absent
 from holdfast.servers import EtcdCluster, EtcdServer
+from holdfast.timeouts import Timeouts
 from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
@@ -50,7 +51,7 @@ async def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
             await asyncio.sleep(0.01)
 
 
-async def collect(watch: watch_module.EtcdWatch, into: list[Batch], last: str) -> None:
+async def collect(watch: EtcdWatch, into: list[Batch], last: str) -> None:
     """Follow a watch up to the batch that has the key `last`."""
     async for batch in watch:
         into.append(batch)
@@ -110,7 +111,7 @@ async def test_members_die_and_no_write_is_lost_and_no_event_is_missed(
         shown: tuple[list[Batch], list[Batch]] = ([], [])
         async with asyncio.timeout(50), asyncio.TaskGroup() as group:
             for watch, seen in zip((near, far), shown, strict=True):
-                assert isinstance(watch, watch_module.EtcdWatch)
+                assert isinstance(watch, EtcdWatch)
                 group.create_task(collect(watch, seen, "/load/~end"))
             writers = [group.create_task(load.write(n)) for n in range(4)]
             await load.more(200)
@@ -180,12 +181,10 @@ async def written(ledger: EtcdLedger, key: str) -> bool:
         assert time.monotonic() - began < HANG_S / 2, "a write ignored its limit of 6 s"
 
 
-async def test_a_paused_member_hangs_nobody(
-    cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_paused_member_hangs_nobody(cluster: EtcdCluster) -> None:
     """A member that keeps its connections and says nothing delays reads and watches only."""
-    monkeypatch.setattr(watch_module, "IDLE_S", 0.5)
-    async with EtcdLedger(cluster.endpoints, timeout_s=6) as ledger:
+    times = Timeouts(watch_silence_s=0.5, watch_backstop_s=0.25)
+    async with EtcdLedger(cluster.endpoints, timeout_s=6, timeouts=times) as ledger:
         start = (await ledger.txn([], [Put("/paused/1", b"")])).revision
         async with ledger.watch("/paused/", start=start) as watch:
             assert (await watch.__anext__()).events[0].key == "/paused/1"

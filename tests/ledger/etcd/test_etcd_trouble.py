@@ -11,7 +11,7 @@ from holdfast.errors import NoRoom, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.types import Batch, Get, Put
-from holdfast.procs import HeldPort
+from holdfast.proc import HeldPort
 from holdfast.servers import EtcdServer
 from patience import HANG_S
 

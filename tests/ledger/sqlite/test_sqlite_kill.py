@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger import Put, absent
 from holdfast.ledger.check import check
 from patience import HANG_S
@@ -113,7 +113,7 @@ asyncio.run(main())
 
 def _write_one_and_die(url: str, point: str) -> None:
     """A process that writes /a and is killed at a fault point."""
-    with procs.spawn(
+    with proc.spawn(
         [sys.executable, "-c", WRITE_ONE, url],
         env={"HOLDFAST_FAULTS": f"ledger.sqlite.{point}:kill@1"},
     ) as child:
@@ -162,8 +162,9 @@ def test_a_stopped_writer_is_reported_not_waited_for_ever(tmp_path: Path) -> Non
         try:
             from holdfast import faults
             from holdfast.ledger.sqlite.engine import Engine
+            from holdfast.timeouts import DEFAULTS
 
-            engine = Engine(path, full_sync=False, busy_s=5)
+            engine = Engine(path, full_sync=False, timeouts=DEFAULTS)
             faults.arm("ledger.sqlite.before_commit:stop@1")
             os.write(writing, b"ready")
             engine.write([lambda write: write.txn([], [Put("/a", b"")], [])], wait=True)

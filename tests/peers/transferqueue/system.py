@@ -28,7 +28,7 @@ TensorDict, NonTensorStack, NonTensorData = (
     _tensordict.NonTensorStack,
     _tensordict.NonTensorData,
 )
-importlib.import_module("holdfast.transfer.transferqueue")
+importlib.import_module("holdfast.contrib.transferqueue")
 
 CHECKPOINTS = pytest.mark.skipif(
     not hasattr(tq, "save_checkpoint"), reason="TransferQueue has checkpoints since 0.1.9"

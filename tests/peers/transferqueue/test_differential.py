@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.contrib.transferqueue import versions
 from holdfast.errors import Mistake
-from holdfast.transfer.transferqueue import versions
 from peers.transferqueue import system
 from peers.transferqueue.answers import Recorder
 from peers.transferqueue.calls import SCRIPTS
@@ -122,7 +122,7 @@ def test_the_version_is_the_one_that_was_asked_for() -> None:
 
 def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """`register` says which version is there and which it knows."""
-    bootstrap = importlib.import_module("holdfast.transfer.transferqueue.bootstrap")
+    bootstrap = importlib.import_module("holdfast.contrib.transferqueue.bootstrap")
     for version in ("0.1.7", "0.1.12", "0.2.0", "0.1.11.dev1"):
         monkeypatch.setattr(tq, "__version__", version)
         with pytest.raises(Mistake, match=rf"TransferQueue {version} is installed.*0\.1\.8 to"):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,22 +29,27 @@ from peers.transferqueue.system import (
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings(PROTOTYPE)]
 
 
-def two(part: str) -> bytes:
-    """Put the keys a and b, and return the bytes of b."""
+@contextlib.contextmanager
+def fails(*words: str, only: str | None = None) -> Iterator[None]:
+    """A batch fails, for reasons among these words; if that is said, `only` for this key."""
+    with pytest.raises(BatchFailed) as caught:
+        yield
+    found = reasons(caught.value)
+    assert found
+    assert set(found.values()) <= set(words)
+    assert only is None or list(found) == [only]
+
+
+def two(part: str) -> tuple[bytes, str]:
+    """Put the keys a and b; the bytes of b, and TransferQueue's own name for it."""
     payload = os.urandom(256)
     column = torch.stack(
         [torch.zeros(256), torch.frombuffer(bytearray(payload), dtype=torch.uint8)]
     )
     fields = TensorDict({"x": column.to(torch.uint8)}, batch_size=2)
     tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=fields)
-    return payload
-
-
-def index(part: str, key: str) -> int:
-    """TransferQueue's own number of a key."""
-    (found,) = tq.get_client().kv_retrieve_meta(keys=[key], partition_id=part).global_indexes
-    assert isinstance(found, int)
-    return found
+    (number,) = tq.get_client().kv_retrieve_meta(keys=["b"], partition_id=part).global_indexes
+    return payload, f"{number}@x"
 
 
 def test_a_missing_key_is_named(place: Place) -> None:
@@ -65,12 +71,11 @@ def test_a_missing_key_is_named(place: Place) -> None:
 def test_a_value_deleted_behind_its_back(place: Place) -> None:
     """A value that the store has lost is named, and the others arrive with the error."""
     part = fresh("lost")
-    two(part)
-    number = index(part, "b")
-    place.delete(f"/{number}@x/")
+    _, name = two(part)
+    place.delete(f"/{name}/")
     with pytest.raises(BatchFailed) as caught:
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-    assert reasons(caught.value) == {f"{number}@x": "stale"}
+    assert reasons(caught.value) == {name: "stale"}
     assert len(caught.value.values) == 1
     tq.kv_clear(keys=["a", "b"], partition_id=part)
 
@@ -78,12 +83,10 @@ def test_a_value_deleted_behind_its_back(place: Place) -> None:
 def test_a_flipped_bit(place: Place) -> None:
     """A value with one other bit is damaged, not a value."""
     part = fresh("flip")
-    payload = two(part)
-    number = index(part, "b")
+    payload, name = two(part)
     place.change(payload, flipped(payload))
-    with pytest.raises(BatchFailed) as caught:
+    with fails("corrupt", only=name):
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-    assert reasons(caught.value) == {f"{number}@x": "corrupt"}
     tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
@@ -93,13 +96,10 @@ def test_a_cut_value(place: Place, left: int) -> None:
     if place.server is None:
         pytest.skip("shared memory has no short reads")
     part = fresh("cut")
-    payload = two(part)
-    number = index(part, "b")
+    payload, name = two(part)
     place.change(payload, lambda data: data[:left])
-    with pytest.raises(BatchFailed) as caught:
+    with fails("corrupt", "stale", only=name):
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-    assert set(reasons(caught.value)) == {f"{number}@x"}
-    assert set(reasons(caught.value).values()) <= {"corrupt", "stale"}
     tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
@@ -113,9 +113,8 @@ def test_metadata_of_a_cleared_partition(place: Place) -> None:
     fresher = client.kv_retrieve_meta(keys=["c", "d"], partition_id=new)
     assert fresher.global_indexes == stale.global_indexes, "the case does not arise any more"
 
-    with pytest.raises(BatchFailed) as caught:
+    with fails("stale"):
         client.get_data(stale)
-    assert set(reasons(caught.value).values()) == {"stale"}
     if tq.__version__ != "0.1.8":  # whose controller ends its only thread over it
         client.clear_samples(stale)
     before = place.names()
@@ -132,9 +131,8 @@ def test_replaced_values(place: Place) -> None:
     tq.kv_put(key="a", partition_id=part, fields={"x": torch.ones(2)})
     stale = client.kv_retrieve_meta(keys=["a"], partition_id=part)
     tq.kv_put(key="a", partition_id=part, fields={"x": torch.zeros(2)})
-    with pytest.raises(BatchFailed) as caught:
+    with fails("stale"):
         client.get_data(stale)
-    assert set(reasons(caught.value).values()) == {"stale"}
     tq.kv_clear(keys="a", partition_id=part)
     assert place.names() == []
 
@@ -143,9 +141,8 @@ def test_what_was_never_put(place: Place) -> None:
     """Metadata of samples that have no values yet gives an error, not fewer rows."""
     part, client = fresh("never"), tq.get_client()
     meta = client.get_meta(["x"], 2, part, mode="insert")
-    with pytest.raises(BatchFailed) as caught:
+    with fails("missing"):
         client.get_data(meta)
-    assert set(reasons(caught.value).values()) == {"missing"}
     client.put(rows(1, 2), metadata=meta)
     assert numbers(client.get_data(meta)) == [1, 2]
     client.clear_partition(part)
@@ -198,7 +195,7 @@ def test_permanent_errors_are_not_tried_again(place: Place) -> None:
     if place.server is None:
         pytest.skip("only a server counts its commands")
     part = fresh("once")
-    payload = two(part)
+    payload, name = two(part)
 
     def reads() -> int:
         before = commands(place)
@@ -207,10 +204,9 @@ def test_permanent_errors_are_not_tried_again(place: Place) -> None:
         return commands(place) - before
 
     usual = reads()
-    number = index(part, "b")
     place.change(payload, flipped(payload))
     assert reads() >= usual + QUICK["attempts"] - 1
-    place.delete(f"/{number}@x/")
+    place.delete(f"/{name}/")
     assert reads() <= usual + 1, "it may look for the other form of a value, but not again"
     tq.kv_clear(keys=["a", "b"], partition_id=part)
 
@@ -275,7 +271,7 @@ def test_a_killed_producer(place: Place) -> None:
 def test_errors_cross_processes(place: Place) -> None:
     """An error in a Ray worker arrives as what it is, with its keys."""
     part = fresh("crossing")
-    two(part)
+    _, lost = two(part)
 
     def consume() -> None:
         import transfer_queue
@@ -283,7 +279,6 @@ def test_errors_cross_processes(place: Place) -> None:
         transfer_queue.init()
         transfer_queue.kv_batch_get(keys=["a", "b"], partition_id=part)
 
-    lost = f"{index(part, 'b')}@x"
     place.delete(f"/{lost}/")
     try:
         with pytest.raises(BatchFailed) as caught:

@@ -1,5 +1,6 @@
 """TransferQueue started in other ways: other samplers, again, without room, without a head."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import psutil
 import pytest
 import torch
 
+from holdfast.contrib.transferqueue import Settings
 from holdfast.errors import BatchFailed, Corrupt, Mistake, NoRoom, Unavailable, UnknownOutcome
-from holdfast.procs import HeldPort
-from holdfast.transfer.transferqueue import Settings
+from holdfast.proc import HeldPort
 from peers.transferqueue.system import (
     CHECKPOINTS,
     PROTOTYPE,
@@ -194,7 +195,7 @@ import ray
 
 ray.init(
     num_cpus=4, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False,
-    runtime_env={"worker_process_setup_hook": "holdfast.transfer.transferqueue.register"},
+    runtime_env={"worker_process_setup_hook": "holdfast.contrib.transferqueue.register"},
 )
 
 @ray.remote(num_cpus=0)
@@ -224,3 +225,10 @@ def test_by_configuration_alone(empty: Place) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "('HoldfastStorageManager', 1.0)"
     assert empty.names() == []
+
+
+def test_the_old_name_of_the_back_end_is_the_same_back_end() -> None:
+    """Configurations of verl, and pickles, may have it."""
+    old = importlib.import_module("holdfast.transfer.transferqueue")
+    assert old.Settings is Settings
+    assert importlib.import_module("holdfast.transfer.transferqueue.bootstrap").Registration

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast import ledger, procs
+from holdfast import ledger, proc
 from holdfast.ledger.records import decode
 from holdfast.rendezvous.records import Cycle, Keys
 
@@ -22,7 +22,7 @@ class Cluster:
     def __init__(self, folder: Path, url: str, *, nnodes: str, backend: str = "holdfast") -> None:
         self.folder, self.url, self.nnodes, self.backend = folder, url, nnodes, backend
         self.run = "r"
-        self.nodes: list[procs.Child] = []
+        self.nodes: list[proc.Child] = []
 
     def __enter__(self) -> "Cluster":
         return self
@@ -39,7 +39,7 @@ class Cluster:
         flags: Sequence[str] = (),
         prefix: Sequence[str] = (),
         interface: str = "lo",
-    ) -> procs.Child:
+    ) -> proc.Child:
         """Start one more node; `prefix` comes before the command."""
         number = len(self.nodes)
         argv = [*prefix, sys.executable, "-m", "torch.distributed.run"]
@@ -49,11 +49,11 @@ class Cluster:
         argv += ["--max-restarts", "5"]
         log = self.folder / f"node{number}.log"
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
-        node = procs.spawn([*argv, *flags, *program], name=f"node{number}", log=log, env=env)
+        node = proc.spawn([*argv, *flags, *program], name=f"node{number}", log=log, env=env)
         self.nodes.append(node)
         return node
 
-    def train(self, steps: int, pace_s: float = 0.1, world: int = 1, **more: Any) -> procs.Child:
+    def train(self, steps: int, pace_s: float = 0.1, world: int = 1, **more: Any) -> proc.Child:
         """Start one more node that trains."""
         args = (self.folder, steps, pace_s, world)
         return self.start(str(SCRIPT), *map(str, args), **more)
@@ -94,7 +94,7 @@ class Cluster:
             time.sleep(0.05)
         return found
 
-    def codes(self, *nodes: procs.Child, timeout_s: float = 30.0) -> list[int]:
+    def codes(self, *nodes: proc.Child, timeout_s: float = 30.0) -> list[int]:
         """The exit codes of nodes, once they have ended."""
         self.until("end", lambda: not any(node.alive() for node in nodes), timeout_s)
         return [node.wait(0.0) for node in nodes]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import procs
+from holdfast import proc
 from rendezvous.torchrun.cluster import Cluster
 
 START_S = 60.0
@@ -28,7 +28,7 @@ def script(folder: Path, body: str) -> list[str]:
     """A program without torch, for torchrun to start."""
     path = folder / "work.py"
     path.write_text(
-        "import os, pathlib, sys, time\nfrom holdfast.procs import die_with_parent\n"
+        "import os, pathlib, sys, time\nfrom holdfast.proc import die_with_parent\n"
         f"die_with_parent(os.getppid())\n{body}\n"
     )
     return [str(path)]
@@ -59,7 +59,7 @@ def until_next(cluster: Cluster, moment: float, cycle: int) -> float:
     return float(found[0]["at"]) - moment
 
 
-def spare_of(nodes: list[procs.Child], cluster: Cluster) -> procs.Child:
+def spare_of(nodes: list[proc.Child], cluster: Cluster) -> proc.Child:
     """The node none of whose workers has worked."""
     workers_of = {line["agent"] for line in cluster.lines()}
     (spare,) = [node for node in nodes if node.pid not in workers_of]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.procs import die_with_parent
+from holdfast.proc import die_with_parent
 
 
 def main() -> None:

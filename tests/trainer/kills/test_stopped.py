@@ -19,7 +19,7 @@ import pytest
 
 from gateway.service import wait_for
 from holdfast.jobs.fence import SECRET, Incarnation
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from patience import HANG_S
 from trainer.house import JOB, House, house
 from trainer.kills.conftest import Reference

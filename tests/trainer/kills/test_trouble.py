@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.service import wait_for
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 from holdfast.servers import EtcdServer
 from patience import HANG_S
 from trainer.disks import full, small

@@ -114,26 +114,17 @@ def test_unloading_and_sampling_are_done_once(session: Session) -> None:
 
 def test_numbers_decide_the_order(there: House, session: Session) -> None:
     """Sent as 5, 3, 4, 2 and then 1: carried out as 1, 2, 3, 4, 5."""
-    model = session.model()
-    sent = {
-        1: model.backward(1, A),
-        2: model.step(2),
-        3: model.backward(3, B),
-        4: model.step(4),
-        5: model.forward(5, A),
-    }
-    requests = {seq: promised(model.send(sent[seq])) for seq in (5, 3, 4, 2, 1)}
+
+    def five(model: Model) -> list[Any]:
+        first = [model.backward(1, A), model.step(2), model.backward(3, B), model.step(4)]
+        return [*first, model.forward(5, A)]
+
+    model, straight = session.model(), session.model()
+    sent = five(model)
+    requests = {seq: promised(model.send(sent[seq - 1])) for seq in (5, 3, 4, 2, 1)}
     results = {seq: session.wait(request).json for seq, request in requests.items()}
-    straight = session.model()
-    for seq in sent:
-        again = {
-            1: straight.backward(1, A),
-            2: straight.step(2),
-            3: straight.backward(3, B),
-            4: straight.step(4),
-            5: straight.forward(5, A),
-        }[seq]
-        assert straight.do(again) == results[seq], seq
+    for seq, operation in enumerate(five(straight), 1):
+        assert straight.do(operation) == results[seq], seq
     assert end(there, model, 6) == twin(there, session, "A", "step", "B", "step")
 
 

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import pytest
 
-from holdfast.procs import spawn
+from holdfast.proc import spawn
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-sdks/bin/python"

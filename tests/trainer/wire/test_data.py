@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Mistake
 from holdfast.trainer import ops
-from holdfast.trainer.wire import requests, schema
+from holdfast.trainer.wire import data, requests, sampling, schema, sessions
 from holdfast.trainer.wire.body import JSON, PROTOBUF, BadOp, Limits
 
 LIMITS = Limits(datums=3, tokens=10, elements=20, samples=4, stops=2, topk=5)
@@ -34,20 +34,20 @@ def message(tokens: bytes = bytes(8), **tensors: Any) -> Any:
     made = schema.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = tokens
-    for name, (dtype, shape, data) in tensors.items():
+    for name, (dtype, shape, content) in tensors.items():
         field = datum.loss_fn_inputs[name]
         field.dtype = dtype
         field.shape.extend(shape)
-        if isinstance(data, bytes):
-            field.dense = data
+        if isinstance(content, bytes):
+            field.dense = content
         else:
-            field.sparse_csr.values, field.sparse_csr.crow_indices = data[:2]
-            field.sparse_csr.col_indices = data[2]
+            field.sparse_csr.values, field.sparse_csr.crow_indices = content[:2]
+            field.sparse_csr.col_indices = content[2]
     return made
 
 
 def read(made: Any) -> ops.ForwardBackward:
-    said = requests.forward_backward(made.SerializeToString(), PROTOBUF, LIMITS)
+    said = data.forward_backward(made.SerializeToString(), PROTOBUF, LIMITS)
     assert (said.model, said.seq) == ("m", 7)
     assert isinstance(said.op, ops.ForwardBackward)
     return said.op
@@ -186,14 +186,14 @@ def tensor(**fields: Any) -> dict[str, Any]:
 def test_bad_data_in_json(body: bytes, why: str) -> None:
     """JSON is as strict as protobuf, and every error uses its number up."""
     with pytest.raises(BadOp, match=why):
-        requests.forward_backward(body, JSON, LIMITS)
+        data.forward_backward(body, JSON, LIMITS)
 
 
 def test_a_scalar_in_json() -> None:
     """An empty shape is a scalar; no shape is one dimension."""
     for shape, want in (([], ()), (None, (1,))):
         body = in_json(**tensor(data=[5], shape=shape))
-        op = requests.forward_backward(body, "", LIMITS).op
+        op = data.forward_backward(body, "", LIMITS).op
         assert isinstance(op, ops.ForwardBackward)
         assert op.data[0].inputs["w"] == ops.Tensor(dtype="int64", shape=want, data=longs(5))
 
@@ -203,25 +203,24 @@ PROMPT = {"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, "sampling_params": {}}
 MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
 
 EVERY: list[Callable[[bytes], Any]] = [
-    lambda body: requests.forward_backward(body, PROTOBUF),
-    lambda body: requests.forward_backward(body, JSON),
-    lambda body: requests.forward(body, JSON),
-    requests.asample,
-    requests.cancel_future,
+    lambda body: data.forward_backward(body, PROTOBUF),
+    lambda body: data.forward_backward(body, JSON),
+    lambda body: data.forward(body, JSON),
+    sampling.asample,
+    sampling.cancel_future,
     requests.create_model,
-    requests.create_sampling_session,
-    requests.create_session,
-    requests.get_info,
-    requests.heartbeat,
-    requests.join_sampling_session,
+    sampling.create_sampling_session,
+    sessions.create_session,
+    sessions.model_of,
+    sessions.heartbeat,
+    sampling.join_sampling_session,
     requests.load_weights,
     requests.optim_step,
-    requests.retrieve_future,
-    requests.retrieve_futures,
+    sampling.retrieve_future,
+    sampling.retrieve_futures,
     requests.save_weights,
     requests.save_weights_for_sampler,
-    requests.unload_model,
-    requests.weights_info,
+    sessions.weights_info,
 ]
 GOOD = [
     message(w=(FLOAT, [2, 2], SPARSE), a=(HALF, [2], bytes(4))).SerializeToString(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Mistake
-from holdfast.trainer.wire import requests
+from holdfast.trainer.wire import requests, sampling, sessions
 from holdfast.trainer.wire.body import BadOp, Limits
 
 LIMITS = Limits(tokens=10, samples=4, stops=2, topk=5)
@@ -71,18 +71,18 @@ def test_bad_operations(ask: Callable[[bytes], Any], fields: dict[str, Any], why
          "trains nothing"),
         (requests.create_model, MODEL | {"projection_head_dim": 4}, "projection_head_dim"),
         (requests.create_model, MODEL | {"user_metadata": {"k": "x" * 5000}}, "user_metadata"),
-        (requests.create_session, {"tags": ["x"] * 100}, "tags"),
-        (requests.create_sampling_session, {"session_id": "s", "sampling_session_seq_id": 0},
+        (sessions.create_session, {"tags": ["x"] * 100}, "tags"),
+        (sampling.create_sampling_session, {"session_id": "s", "sampling_session_seq_id": 0},
          "model_path"),
-        (requests.asample, PROMPT, "base_model"),
-        (requests.asample, PROMPT | {"sampling_session_id": "s"}, "seq_id"),
-        (requests.asample, BASE | {"num_samples": 0}, "num_samples"),
-        (requests.asample, BASE | {"num_samples": 5}, "num_samples"),
-        (requests.asample, BASE | {"topk_prompt_logprobs": 6}, "likeliest"),
-        (requests.asample, BASE | {"topk_sample_logprobs": -1}, "topk_sample"),
-        (requests.asample, BASE | {"prompt_alt_tokens_k": 6}, "prompt_alt_tokens_k"),
-        (requests.asample, BASE | {"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
-        *((requests.asample, BASE | {"target_prompt_logprobs": given}, why) for given, why in (
+        (sampling.asample, PROMPT, "base_model"),
+        (sampling.asample, PROMPT | {"sampling_session_id": "s"}, "seq_id"),
+        (sampling.asample, BASE | {"num_samples": 0}, "num_samples"),
+        (sampling.asample, BASE | {"num_samples": 5}, "num_samples"),
+        (sampling.asample, BASE | {"topk_prompt_logprobs": 6}, "likeliest"),
+        (sampling.asample, BASE | {"topk_sample_logprobs": -1}, "topk_sample"),
+        (sampling.asample, BASE | {"prompt_alt_tokens_k": 6}, "prompt_alt_tokens_k"),
+        (sampling.asample, BASE | {"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
+        *((sampling.asample, BASE | {"target_prompt_logprobs": given}, why) for given, why in (
             ({"data": [1, 1], "dtype": "float32", "shape": [2, 1]}, "int64"),
             ({"data": [1, 1], "dtype": "int64"}, "two dimensions"),
             ({"data": [1, 1], "dtype": "int64", "shape": [1, 2]}, "it has 2 rows"),
@@ -94,32 +94,32 @@ def test_bad_operations(ask: Callable[[bytes], Any], fields: dict[str, Any], why
             ({"data": [1], "dtype": "int64", "shape": [2, 1], "sparse_crow_indices": [0, 1, 2],
               "sparse_col_indices": [0]}, "go up"),
         )),
-        (requests.asample, BASE | {"prompt": {"chunks": []}}, "prompt"),
-        (requests.asample, BASE | {"prompt": {"chunks": [{"tokens": [1] * 11}]}}, "prompt"),
-        (requests.asample, BASE | {"prompt": {"chunks": [{"type": "image"}]}}, "'image'"),
-        (requests.asample, BASE | {"prompt_logprobs_last_n": 1}, "needs `prompt_logprobs`"),
-        (requests.asample, BASE | {"prompt_logprobs_last_n": 3, "prompt_logprobs": True},
+        (sampling.asample, BASE | {"prompt": {"chunks": []}}, "prompt"),
+        (sampling.asample, BASE | {"prompt": {"chunks": [{"tokens": [1] * 11}]}}, "prompt"),
+        (sampling.asample, BASE | {"prompt": {"chunks": [{"type": "image"}]}}, "'image'"),
+        (sampling.asample, BASE | {"prompt_logprobs_last_n": 1}, "needs `prompt_logprobs`"),
+        (sampling.asample, BASE | {"prompt_logprobs_last_n": 3, "prompt_logprobs": True},
          "longer"),
-        (requests.asample, BASE | {"sampling_params": {"max_tokens": 0}}, "max_tokens"),
-        (requests.asample, BASE | {"sampling_params": {"temperature": -1}}, "temperature"),
-        (requests.asample, BASE | {"sampling_params": {"top_p": 0}}, "top_p"),
-        (requests.asample, BASE | {"sampling_params": {"top_p": 1.5}}, "top_p"),
-        (requests.asample, BASE | {"sampling_params": {"top_k": 0}}, "top_k"),
-        (requests.asample, BASE | {"sampling_params": {"top_k": -2}}, "top_k"),
-        (requests.asample, BASE | {"sampling_params": {"seed": 2**63}}, "seed"),
-        (requests.asample, BASE | {"sampling_params": {"stop": ["a", 1]}}, "not both"),
-        (requests.asample, BASE | {"sampling_params": {"stop": [""]}}, "stop"),
-        (requests.asample, BASE | {"sampling_params": {"stop": [-1]}}, "stop"),
-        (requests.asample, BASE | {"sampling_params": {"stop": [1, 2, 3]}}, "stop"),
-        (requests.retrieve_future, {}, "request_id"),
-        (requests.retrieve_futures, {"target": {"type": "x", "sampling_session_id": "s"}}, "'x'"),
-        (requests.cancel_future, {"request_id": ""}, "request_id"),
-        (requests.heartbeat, {}, "session_id"),
+        (sampling.asample, BASE | {"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        (sampling.asample, BASE | {"sampling_params": {"temperature": -1}}, "temperature"),
+        (sampling.asample, BASE | {"sampling_params": {"top_p": 0}}, "top_p"),
+        (sampling.asample, BASE | {"sampling_params": {"top_p": 1.5}}, "top_p"),
+        (sampling.asample, BASE | {"sampling_params": {"top_k": 0}}, "top_k"),
+        (sampling.asample, BASE | {"sampling_params": {"top_k": -2}}, "top_k"),
+        (sampling.asample, BASE | {"sampling_params": {"seed": 2**63}}, "seed"),
+        (sampling.asample, BASE | {"sampling_params": {"stop": ["a", 1]}}, "not both"),
+        (sampling.asample, BASE | {"sampling_params": {"stop": [""]}}, "stop"),
+        (sampling.asample, BASE | {"sampling_params": {"stop": [-1]}}, "stop"),
+        (sampling.asample, BASE | {"sampling_params": {"stop": [1, 2, 3]}}, "stop"),
+        (sampling.retrieve_future, {}, "request_id"),
+        (sampling.retrieve_futures, {"target": {"type": "x", "sampling_session_id": "s"}}, "'x'"),
+        (sampling.cancel_future, {"request_id": ""}, "request_id"),
+        (sessions.heartbeat, {}, "session_id"),
     ],
 )  # fmt: skip
 def test_bad_questions(ask: Callable[..., Any], fields: dict[str, Any], why: str) -> None:
     """What has no number is a plain mistake that names the field."""
-    more = (LIMITS,) if ask is requests.asample else ()
+    more = (LIMITS,) if ask is sampling.asample else ()
     with pytest.raises(Mistake, match=why) as caught:
         ask(json.dumps(fields).encode(), *more)
     assert not isinstance(caught.value, BadOp)
@@ -138,5 +138,5 @@ def test_bad_questions(ask: Callable[..., Any], fields: dict[str, Any], why: str
 def test_stops(stop: Any, strings: list[str] | None, tokens: list[int] | None) -> None:
     """No list and an empty list differ: the end of the text stops, or nothing does."""
     body = json.dumps(BASE | {"sampling_params": {"stop": stop}}).encode()
-    op = requests.asample(body).op
+    op = sampling.asample(body).op
     assert (op.stop_strings, op.stop_tokens) == (strings, tokens)

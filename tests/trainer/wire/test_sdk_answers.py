@@ -231,7 +231,7 @@ ONLY_TINKER: list[tuple[answers.Answer, str, dict[str, Any]]] = [
         {"sampler_id": "x", "base_model": "b/m", "model_path": None},
     ),
     (
-        answers.weights_info("b/m", 8, {"train_attn": True}),
+        answers.weights_info("b/m", ops.Lora(rank=8)),
         "WeightsInfoResponse",
         {"base_model": "b/m", "is_lora": True, "lora_rank": 8, "train_attn": True},
     ),

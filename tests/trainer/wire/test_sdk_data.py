@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.trainer import ops
-from holdfast.trainer.wire import requests
-from holdfast.trainer.wire.body import JSON, PROTOBUF
+from holdfast.trainer.wire import data
+from holdfast.trainer.wire.body import JSON, PROTOBUF, BadOp, Numbered, read_body
 
 from .conftest import Codec
 
@@ -78,7 +78,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def meant(spec: dict[str, Any], *, backward: bool) -> requests.Numbered:
+def meant(spec: dict[str, Any], *, backward: bool) -> Numbered:
     """The operation that a specification stands for, written down independently."""
     data = []
     for one in spec["data"]:
@@ -95,7 +95,7 @@ def meant(spec: dict[str, Any], *, backward: bool) -> requests.Numbered:
     op = ops.ForwardBackward(
         data=data, loss=spec["loss"], config=spec["config"] or {}, backward=backward
     )
-    return requests.Numbered(spec["model"], spec["seq"], op)
+    return Numbered(spec["model"], spec["seq"], op)
 
 
 @FAST
@@ -103,8 +103,8 @@ def meant(spec: dict[str, Any], *, backward: bool) -> requests.Numbered:
 def test_tinkers_data(sdk: Codec, spec: dict[str, Any], forward: bool, zstd: bool) -> None:
     """Data that `tinker` encodes, compressed or not, arrive unchanged."""
     raw = sdk.encode("encode_tinker", spec=spec, forward=forward, zstd=zstd)
-    body = requests.read_body(raw, PROTOBUF, "zstd" if zstd else "")
-    said = requests.forward_backward(body, PROTOBUF)
+    body = read_body(raw, PROTOBUF, "zstd" if zstd else "")
+    said = data.forward_backward(body, PROTOBUF)
     assert said == meant(spec, backward=not forward)
 
 
@@ -113,10 +113,10 @@ def test_tinkers_data(sdk: Codec, spec: dict[str, Any], forward: bool, zstd: boo
 def test_fireworks_data(sdk: Codec, spec: dict[str, Any], forward: bool) -> None:
     """Data that `fireworks-ai` encodes as JSON are the same operation as in protobuf."""
     body = sdk.encode("encode_fireworks", spec=spec, forward=forward)
-    read = requests.forward if forward else requests.forward_backward
+    read = data.forward if forward else data.forward_backward
     said = read(body, "application/json; charset=utf-8")
     assert said == meant(spec, backward=not forward)
-    told = requests.forward_backward(
+    told = data.forward_backward(
         sdk.encode("encode_tinker", spec=spec, forward=forward, zstd=False), PROTOBUF
     )
     assert ops.identity(said.op) == ops.identity(told.op)
@@ -131,6 +131,6 @@ def test_images_are_refused_by_name(sdk: Codec) -> None:
         (sdk.encode("encode_fireworks", spec=spec, forward=False), JSON),
     )
     for body, kind in sent:
-        with pytest.raises(requests.BadOp, match=r"datum 0.*'image' are not supported") as caught:
-            requests.forward_backward(body, kind)
+        with pytest.raises(BadOp, match=r"datum 0.*'image' are not supported") as caught:
+            data.forward_backward(body, kind)
         assert (caught.value.model, caught.value.seq) == ("m", 9)

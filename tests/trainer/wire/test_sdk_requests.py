@@ -1,5 +1,6 @@
 """The small requests of the real libraries are read as what their users meant."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 
 from holdfast.errors import Mistake
 from holdfast.trainer import ops
-from holdfast.trainer.wire import requests
+from holdfast.trainer.wire import requests, sampling, sessions
+from holdfast.trainer.wire.body import BadOp, Numbered
 
 from .conftest import Codec
+
+Read = Callable[[bytes], Any]
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 ADAM = {"learning_rate": 0.5, "grad_clip_norm": 2}
@@ -20,39 +24,39 @@ def longs(*values: int) -> bytes:
     return np.asarray(values, dtype="<i8").tobytes()
 
 
-SENT: list[tuple[str, str, dict[str, Any], Any]] = [
+SENT: list[tuple[Read, str, dict[str, Any], Any]] = [
     (
-        "optim_step",
+        requests.optim_step,
         "OptimStepRequest",
         {"adam_params": ADAM, "model_id": "m", "seq_id": 3},
-        requests.Numbered("m", 3, ops.OptimStep(learning_rate=0.5, grad_clip_norm=2.0)),
+        Numbered("m", 3, ops.OptimStep(learning_rate=0.5, grad_clip_norm=2.0)),
     ),
     (
-        "save_weights",
+        requests.save_weights,
         "SaveWeightsRequest",
         {"model_id": "m", "seq_id": 3, "path": "a-1", "ttl_seconds": 9, "overwrite": True},
-        requests.Numbered("m", 3, ops.SaveWeights(name="a-1", ttl_s=9, overwrite=True)),
+        Numbered("m", 3, ops.SaveWeights(name="a-1", ttl_s=9, overwrite=True)),
     ),
     (
-        "save_weights_for_sampler",
+        requests.save_weights_for_sampler,
         "SaveWeightsForSamplerRequest",
         {"model_id": "m", "seq_id": 3, "path": "a-1"},
-        requests.Numbered("m", 3, ops.SaveForSampler(name="a-1")),
+        Numbered("m", 3, ops.SaveForSampler(name="a-1")),
     ),
     (
-        "save_weights_for_sampler",
+        requests.save_weights_for_sampler,
         "SaveWeightsForSamplerRequest",
         {"model_id": "m", "seq_id": 3, "sampling_session_seq_id": 0},
-        requests.Numbered("m", 3, ops.SaveForSampler(session_seq=0)),
+        Numbered("m", 3, ops.SaveForSampler(session_seq=0)),
     ),
     (
-        "load_weights",
+        requests.load_weights,
         "LoadWeightsRequest",
         {"model_id": "m", "seq_id": 1, "path": "tinker://m/weights/a", "optimizer": True},
-        requests.Numbered("m", 1, ops.LoadWeights(path="tinker://m/weights/a", optimizer=True)),
+        Numbered("m", 1, ops.LoadWeights(path="tinker://m/weights/a", optimizer=True)),
     ),
     (
-        "create_model",
+        requests.create_model,
         "CreateModelRequest",
         {
             "session_id": "s",
@@ -73,13 +77,13 @@ SENT: list[tuple[str, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        "create_sampling_session",
+        sampling.create_sampling_session,
         "CreateSamplingSessionRequest",
         {"session_id": "s", "sampling_session_seq_id": 2, "model_path": "tinker://m/w/a"},
-        requests.NewSampler(session="s", sampler_seq=2, path="tinker://m/w/a"),
+        sampling.NewSampler(session="s", sampler_seq=2, path="tinker://m/w/a"),
     ),
     (
-        "asample",
+        sampling.asample,
         "SampleRequest",
         {
             "sampling_session_id": "s",
@@ -90,7 +94,7 @@ SENT: list[tuple[str, str, dict[str, Any], Any]] = [
             "prompt_logprobs": True,
             "topk_prompt_logprobs": 2,
         },
-        requests.Sampling(
+        sampling.Sampling(
             session="s",
             seq=0,
             op=ops.Sample(
@@ -106,19 +110,19 @@ SENT: list[tuple[str, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        "create_session",
+        sessions.create_session,
         "CreateSessionRequest",
         {"tags": ["t"], "user_metadata": {"k": "v"}, "sdk_version": "1"},
-        requests.NewSession(["t"], {"k": "v"}, "1"),
+        sessions.NewSession(["t"], "1", {"k": "v"}),
     ),
-    ("heartbeat", "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
-    ("get_info", "GetInfoRequest", {"model_id": "m"}, "m"),
-    ("unload_model", "UnloadModelRequest", {"model_id": "m"}, ("m", ops.Unload())),
+    (sessions.heartbeat, "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
+    (sessions.model_of, "GetInfoRequest", {"model_id": "m"}, "m"),
+    (sessions.model_of, "UnloadModelRequest", {"model_id": "m"}, "m"),
     (
-        "retrieve_future",
+        sampling.retrieve_future,
         "FutureRetrieveRequest",
         {"request_id": "r", "allow_metadata_only": True},
-        requests.Poll("r", True),
+        sampling.Poll("r", True),
     ),
 ]
 
@@ -126,7 +130,7 @@ SENT: list[tuple[str, str, dict[str, Any], Any]] = [
 @pytest.mark.parametrize("library", ["tinker", "fireworks"])
 @pytest.mark.parametrize(("read", "name", "fields", "want"), SENT)
 def test_small_requests(
-    sdk: Codec, library: str, read: str, name: str, fields: dict[str, Any], want: Any
+    sdk: Codec, library: str, read: Read, name: str, fields: dict[str, Any], want: Any
 ) -> None:
     """Each of the small requests means the same from either library."""
     modules = {"SessionHeartbeatRequest": "session_heartbeat_request"}
@@ -134,12 +138,12 @@ def test_small_requests(
     body = sdk.encode(
         "encode_model", library=library, name=name, fields=fields, module=modules.get(name)
     )
-    assert getattr(requests, read)(body) == want
+    assert read(body) == want
 
 
-NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
+NEWER: list[tuple[Read, str, dict[str, Any], Any]] = [
     (
-        "load_weights",
+        requests.load_weights,
         "load_weights_request:LoadWeightsRequest",
         {"session_id": "s", "model_seq_id": 1, "path": "tinker://m/weights/a", "optimizer": False},
         requests.NewModel(
@@ -151,23 +155,23 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        "retrieve_futures",
+        sampling.retrieve_futures,
         "futures_retrieve_request:FuturesRetrieveRequest",
         {
             "target": {"sampling_session_id": "s", "cloned_sampler_id": 3},
             "prev_cursor": 5,
             "retrieved_request_ids": ["r"],
         },
-        requests.MultiPoll("s", 3, 5, None, ["r"]),
+        sampling.MultiPoll(sampling.Target("s", 3), 5, None, ["r"]),
     ),
     (
-        "join_sampling_session",
+        sampling.join_sampling_session,
         "join_sampling_session_request:JoinSamplingSessionRequest",
         {"sampling_session_id": "s"},
         "s",
     ),
     (
-        "asample",
+        sampling.asample,
         "sample_request:SampleRequest",
         {
             "sampling_session_id": "s",
@@ -178,7 +182,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
             "prompt_logprobs_last_n": 2,
             "topk_sample_logprobs": 3,
         },
-        requests.Sampling(
+        sampling.Sampling(
             session="s",
             seq=999_999_999_000_000_123,
             op=ops.Sample(
@@ -191,7 +195,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        "asample",
+        sampling.asample,
         "sample_request:SampleRequest",
         {
             "base_model": "b",
@@ -200,7 +204,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
             "target_prompt_logprobs": {"data": [1, -1], "dtype": "int64", "shape": [2, 1]},
             "prompt_alt_tokens_k": 4,
         },
-        requests.Sampling(
+        sampling.Sampling(
             base="b",
             op=ops.Sample(
                 prompt=TOKENS,
@@ -210,7 +214,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        "asample",
+        sampling.asample,
         "sample_request:SampleRequest",
         {
             "base_model": "b",
@@ -224,7 +228,7 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
                 "sparse_col_indices": [2],
             },
         },
-        requests.Sampling(
+        sampling.Sampling(
             base="b",
             op=ops.Sample(
                 prompt=TOKENS,
@@ -239,17 +243,17 @@ NEWER: list[tuple[str, str, dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("read", "name", "fields", "want"), NEWER)
 def test_newer_requests(
-    sdk: Codec, read: str, name: str, fields: dict[str, Any], want: Any
+    sdk: Codec, read: Read, name: str, fields: dict[str, Any], want: Any
 ) -> None:
     """What only `tinker` asks."""
     module, _, name = name.partition(":")
     body = sdk.encode("encode_model", library="tinker", name=name, fields=fields, module=module)
-    assert getattr(requests, read)(body) == want
+    assert read(body) == want
 
 
-REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
+REFUSED: list[tuple[Read, str, str, dict[str, Any], str]] = [
     (
-        "optim_step",
+        requests.optim_step,
         "tinker",
         "OptimStepRequest",
         {
@@ -260,7 +264,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "'dimuon' is not supported",
     ),
     (
-        "create_model",
+        requests.create_model,
         "tinker",
         "CreateModelRequest",
         {
@@ -270,7 +274,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "'dimuon' is not supported",
     ),
     (
-        "create_model",
+        requests.create_model,
         "fireworks",
         "CreateModelRequest",
         {
@@ -280,7 +284,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "alpha",
     ),
     (
-        "asample",
+        sampling.asample,
         "tinker",
         "SampleRequest",
         {
@@ -290,7 +294,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
         "stable_reinforce",
     ),
     (
-        "asample",
+        sampling.asample,
         "tinker",
         "SampleRequest",
         {
@@ -304,13 +308,13 @@ REFUSED: list[tuple[str, str, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("read", "library", "name", "fields", "why"), REFUSED)
 def test_what_we_cannot_do_is_refused(
-    sdk: Codec, read: str, library: str, name: str, fields: dict[str, Any], why: str
+    sdk: Codec, read: Read, library: str, name: str, fields: dict[str, Any], why: str
 ) -> None:
     """Nothing that a library can ask for is silently done differently."""
     body = sdk.encode("encode_model", library=library, name=name, fields=fields)
     with pytest.raises(Mistake, match=why) as caught:
-        getattr(requests, read)(body)
-    assert isinstance(caught.value, requests.BadOp) == (read == "optim_step")
+        read(body)
+    assert isinstance(caught.value, BadOp) == (read is requests.optim_step)
 
 
 def test_fireworks_rank_0_means_all_weights(sdk: Codec) -> None:

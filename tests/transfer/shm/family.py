@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast import faults, procs
+from holdfast import faults, proc
 from holdfast.transfer import shm
 from patience import HANG_S
 
@@ -23,7 +23,7 @@ CHILDREN = Path(__file__).with_name("children.py")
 class Kid:
     """A running child. Every wait has a limit and tells what it waited for."""
 
-    def __init__(self, child: procs.Child, log: Path | None) -> None:
+    def __init__(self, child: proc.Child, log: Path | None) -> None:
         assert child.process.stdout is not None
         assert child.process.stdin is not None
         self.child = child
@@ -95,7 +95,7 @@ def start(what: str, /, *, fault: str = "", folder: Path, **args: object) -> Ite
     if fault:
         log = folder / f"faults-{time.monotonic_ns()}"
         env |= {faults.PLAN_VARIABLE: fault, faults.LOG_VARIABLE: str(log)}
-    with procs.spawn(
+    with proc.spawn(
         [sys.executable, str(CHILDREN), what, json.dumps(args)],
         name=what,
         env=env,

@@ -3,8 +3,8 @@
 import os
 import random
 import signal
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from holdfast.transfer import Store, connect, shm
 from holdfast.transfer.shm.backend import ShmBackend
 from holdfast.transfer.shm.folder import SHARED
 from holdfast.transfer.shm.locks import Locks
+from transfer.outcomes import together
 
 from .children import QUICK, content
 from .conftest import Opener
@@ -89,31 +90,19 @@ def test_a_late_delete(name: str, opener: Opener, tmp_path: Path) -> None:
 def test_threads(opener: Opener, seed: int) -> None:
     """Threads of one process put, get and delete side by side."""
     store = opener(OPTIONS)
-    problems: list[str] = []
 
     def work(number: int) -> None:
         luck = random.Random(seed + number)
-        try:
-            for n in range(150):
-                key = f"{number}-{n % 7}"
-                size = luck.choice((10, 1000, 200_000))
-                ref = store.put({key: content(key, n, size)})[key]
-                if store.get([ref])[key] != content(key, n, size):
-                    problems.append(f"{key} is wrong")
-                with store.view([ref]) as values:
-                    if values[key] != content(key, n, size):
-                        problems.append(f"{key} is wrong in a view")
-                if luck.random() < 0.5 and not store.delete([ref])[key]:
-                    problems.append(f"{key} was not there")
-        except Exception as error:  # noqa: BLE001 -- shown by the assertion
-            problems.append(repr(error))
+        for n in range(150):
+            key = f"{number}-{n % 7}"
+            size = luck.choice((10, 1000, 200_000))
+            ref = store.put({key: content(key, n, size)})[key]
+            assert store.get([ref])[key] == content(key, n, size)
+            with store.view([ref]) as values:
+                assert values[key] == content(key, n, size)
+            assert luck.random() >= 0.5 or store.delete([ref])[key]
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert problems == []
+    together(partial(work, number) for number in range(4))
 
 
 def test_fork(opener: Opener) -> None:
@@ -201,18 +190,13 @@ def test_list_and_remove(name: str, opener: Opener) -> None:
 def test_opened_while_it_is_removed(name: str) -> None:
     """Opening and removing race: whoever has it open has the store that others see."""
     over = time.monotonic() + 1.0
-    problems: list[object] = []
 
     def use(number: int) -> None:
-        try:
-            while time.monotonic() < over:
-                with connect(f"shm://{name}?budget=1M", QUICK) as one:
-                    one.put({f"k-{number}": b"x"})
-                    with connect(f"shm://{name}", QUICK) as two:
-                        if not two.exists([f"k-{number}"])[f"k-{number}"]:
-                            problems.append("two stores of one name")
-        except Exception as error:  # noqa: BLE001 -- the test's own thread has to say it
-            problems.append(error)
+        while time.monotonic() < over:
+            with connect(f"shm://{name}?budget=1M", QUICK) as one:
+                one.put({f"k-{number}": b"x"})
+                with connect(f"shm://{name}", QUICK) as two:
+                    assert two.exists([f"k-{number}"])[f"k-{number}"], "two stores of one name"
 
     def clear() -> None:
         while time.monotonic() < over:
@@ -221,13 +205,7 @@ def test_opened_while_it_is_removed(name: str) -> None:
             except NotFound:
                 time.sleep(0.001)
 
-    threads = [threading.Thread(target=use, args=(n,)) for n in range(2)]
-    threads += [threading.Thread(target=clear) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+    together([partial(use, 0), partial(use, 1), clear, clear])
 
 
 @pytest.mark.parametrize("when", ["before its lock is there", "after its lock was taken"])

@@ -28,6 +28,7 @@ Record = Callable[[Exception, Exchange], None]
 _BACKLOG = 1024
 _TICKS_PER_TIME = 4
 _TICK_MOST_S = 0.5
+"""How late a bound of `Limits` may be kept, at most: the clock of the engine, no setting."""
 
 
 def render_json(status: int, code: str, message: str) -> tuple[Fields, bytes]:

@@ -40,6 +40,7 @@ from holdfast.ledger.types import (
     prefix_end,
     writes,
 )
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["EtcdLedger"]
 
@@ -47,15 +48,15 @@ T = TypeVar("T")
 
 _RANGE = "/v3/kv/range"
 _TXN = "/v3/kv/txn"
-# A leader that has just been chosen may not have heard of a new lease yet and call it
-# lost; so a lost lease is asked for twice. One that ended never comes back.
-_SECOND_LOOK_S = 0.1
 _FIRST_PAGE_ENTRIES = 16
 _PAGE_BYTES = 8 << 20
 
 
 class EtcdLedger(Ledger):
-    """A ledger on an etcd v3 cluster. `timeout_s` bounds every call.
+    """A ledger on an etcd v3 cluster. `timeout_s` bounds every call (`ledger_call_s` if None).
+
+    A leader that has just been chosen may not have heard of a new lease yet and call it lost. So
+    a lost lease is asked for twice, `etcd_second_look_s` apart; one that ended never comes back.
 
     Closing it ends its watches: a waiting `__anext__` raises `Mistake`.
     """
@@ -70,8 +71,10 @@ class EtcdLedger(Ledger):
         ca: Path | None = None,
         cert: Path | None = None,
         key: Path | None = None,
-        timeout_s: float = 5.0,
+        timeout_s: float | None = None,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
+        self.timeouts = timeouts
         self._client = Client(
             endpoints,
             user=user,
@@ -80,7 +83,7 @@ class EtcdLedger(Ledger):
             ca=ca,
             cert=cert,
             key=key,
-            timeout_s=timeout_s,
+            timeout_s=timeouts.ledger_call_s if timeout_s is None else timeout_s,
         )
         self._watches: set[EtcdWatch] = set()
         self._page_entries = _FIRST_PAGE_ENTRIES
@@ -91,6 +94,7 @@ class EtcdLedger(Ledger):
         """Make sure that a server answers and lets us in, within `timeout_s`."""
         if self._client.open:
             return
+        self.timeouts.check()
         self._client.start()
         try:
             await self._client.call(_RANGE, wire.range_json(b"/"), wire.Answer, again=True)
@@ -202,7 +206,7 @@ class EtcdLedger(Ledger):
         deadline = self._client.deadline()
         for look in range(2):
             if look:
-                await asyncio.sleep(_SECOND_LOOK_S)
+                await asyncio.sleep(self.timeouts.etcd_second_look_s)
             frame = await self._ask_lease(
                 "/v3/lease/keepalive",
                 _lease_json(lease),
@@ -251,7 +255,7 @@ class EtcdLedger(Ledger):
         deadline = self._client.deadline()
         for look in range(2):
             if look:
-                await asyncio.sleep(_SECOND_LOOK_S)
+                await asyncio.sleep(self.timeouts.etcd_second_look_s)
             answer = await self._ask_lease(
                 "/v3/lease/timetolive", request, wire.LeaseAnswer, fresh=True, deadline=deadline
             )
@@ -271,7 +275,8 @@ class EtcdLedger(Ledger):
     # ---- following -------------------------------------------------------------
 
     def _watch(self, prefix: str, start: int) -> Watch:
-        watch = EtcdWatch(self._client, prefix, start, self._watches.discard)
+        silence_s = self.timeouts.watch_silence_s
+        watch = EtcdWatch(self._client, prefix, start, silence_s, self._watches.discard)
         self._watches.add(watch)
         return watch
 

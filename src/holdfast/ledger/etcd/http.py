@@ -18,7 +18,6 @@ cable) costs a wait, not an unknown outcome.
 import asyncio
 import contextlib
 import io
-import random
 import socket
 import ssl
 from collections.abc import Sequence
@@ -47,15 +46,16 @@ from holdfast.ledger.etcd.trouble import (
     unknown,
     untrusted,
 )
+from holdfast.retry import Pauses, Policy
 
-__all__ = ["Client", "backoff_s"]
+__all__ = ["PACE", "Client"]
 
 T = TypeVar("T")
 
 RENEWALS_MAX = 3
 CONNECTIONS_MAX = 64
-BACKOFF_S = 0.05
-BACKOFF_MAX_S = 0.5
+PACE = Policy(base_s=0.1, max_s=0.5)
+"""How long it waits when no server took a request, or a watch broke off."""
 _STATUS = "/v3/maintenance/status"
 _RANGE = "/v3/kv/range"
 # aiohttp rounds long limits up to whole seconds; ours are exact.
@@ -164,7 +164,7 @@ class Client:
         deadline = self.deadline() if deadline is None else deadline
         changes, lost = changes or not again, ""
         count = len(self.endpoints)
-        cursor, tries = self._preferred, 0
+        cursor, tries, pauses = self._preferred, 0, Pauses(pace=PACE)
         reasons: dict[str, str] = {}
         hopeless: dict[str, HoldfastError | None] = {}
         while _now() < deadline:
@@ -200,8 +200,7 @@ class Client:
             if tries % count == 0:
                 if (wrong := next(iter(hopeless.values()))) and all(hopeless.values()):
                     raise unknown(lost) if lost else wrong
-                pause_s = backoff_s(tries // count)
-                await asyncio.sleep(min(pause_s, max(0.0, deadline - _now())))
+                await asyncio.sleep(min(pauses.next_s(), max(0.0, deadline - _now())))
         raise unknown(lost) if lost else self._unavailable(reasons)
 
     async def probe(self, endpoint: Endpoint, until: float) -> int:
@@ -392,12 +391,6 @@ class Client:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def backoff_s(failures: int) -> float:
-    """How long to wait after so many failures in a row: growing, bounded, jittered."""
-    longest = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures, 10))
-    return random.uniform(longest / 2, longest)
 
 
 def _session(context: ssl.SSLContext | bool, limit: int) -> aiohttp.ClientSession:

@@ -6,7 +6,7 @@ A cancelled `__anext__` loses nothing: the next one goes on where it was.
 
 The stream is read only while somebody waits in `__anext__`: there is no task and no
 queue, and a slow reader is slowed down by TCP. A silent stream is normal, so after
-`IDLE_S` of silence the same server is asked for a sign of life; without one the watch
+`silence_s` of silence the same server is asked for a sign of life; without one the watch
 moves to the next server. If it says that there are newer revisions and the stream still
 says nothing, the stream is opened again: a single connection may die without a word.
 """
@@ -21,13 +21,13 @@ import msgspec
 from holdfast.errors import Compacted, Denied, HoldfastError, Mistake, Unavailable
 from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import wire
-from holdfast.ledger.etcd.http import Client, backoff_s
+from holdfast.ledger.etcd.http import PACE, Client
 from holdfast.ledger.etcd.trouble import Endpoint, Lost, Refused
 from holdfast.ledger.types import Batch, prefix_end
+from holdfast.retry import Pauses
 
-__all__ = ["IDLE_S", "EtcdWatch"]
+__all__ = ["EtcdWatch"]
 
-IDLE_S = 5.0
 _DENIED = frozenset({"token", "forbidden", "login"})
 
 
@@ -39,10 +39,16 @@ class EtcdWatch(Watch):
     """
 
     def __init__(
-        self, client: Client, prefix: str, start: int, ended: Callable[["EtcdWatch"], None]
+        self,
+        client: Client,
+        prefix: str,
+        start: int,
+        silence_s: float,
+        ended: Callable[["EtcdWatch"], None],
     ) -> None:
         self._client = client
         self._prefix = prefix
+        self._silence_s = silence_s
         self._ended = ended
         self._batches = wire.Batches(start)
         self._ready: deque[Batch] = deque()
@@ -51,7 +57,8 @@ class EtcdWatch(Watch):
         self._token = ""
         self._doubt = 0  # the server's revision when its silence was last asked about
         self._cursor: int | None = None
-        self._failures = 0
+        self._pauses = Pauses(pace=PACE)
+        self._broken = False
         self._denials = 0
         self._closed = False
         self._final: HoldfastError | None = None
@@ -107,8 +114,9 @@ class EtcdWatch(Watch):
             self._break(None)
 
     async def _connect(self) -> None:
-        if self._failures:
-            await asyncio.sleep(backoff_s(self._failures))
+        if self._broken:
+            await self._pauses.wait()
+            self._broken = False
         if self._cursor is None:
             self._cursor = self._client.preferred()
         key, end = self._prefix.encode(), prefix_end(self._prefix).encode()
@@ -120,7 +128,7 @@ class EtcdWatch(Watch):
     async def _read(self, stream: aiohttp.ClientResponse) -> None:
         assert self._cursor is not None
         try:
-            async with asyncio.timeout(IDLE_S / 2 if self._doubt else IDLE_S):
+            async with asyncio.timeout(self._silence_s / (2 if self._doubt else 1)):
                 chunk = await stream.content.readany()
         except TimeoutError:
             if self._doubt >= self._batches.first:
@@ -155,7 +163,8 @@ class EtcdWatch(Watch):
         if answer.canceled:
             raise wire.Fault(wire.verdict_of(0, answer.cancel_reason), answer.cancel_reason)
         if answer.created:
-            self._failures = self._denials = 0
+            self._pauses.reset()
+            self._denials = 0
         self._ready.extend(self._batches.add(answer))
 
     # ---- its end -----------------------------------------------------------------
@@ -163,7 +172,7 @@ class EtcdWatch(Watch):
     def _break(self, fault: wire.Fault | None) -> None:
         """Note that the stream ended, and choose where the next one begins."""
         self._drop()
-        self._failures += 1
+        self._broken = True
         assert self._cursor is not None
         if fault is not None and fault.verdict in _DENIED:
             # Some versions call a login that ran out a missing permission.

@@ -24,7 +24,7 @@ from holdfast.ledger.sqlite.bells import Bell, bell_folder
 from holdfast.ledger.sqlite.engine import Engine
 from holdfast.ledger.sqlite.write import Write
 from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Page, Txn
-from holdfast.timeouts import Timeouts
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["SqliteLedger"]
 
@@ -45,11 +45,11 @@ class SqliteLedger(Ledger):
     """One process's connection to the file."""
 
     def __init__(
-        self, path: Path, *, full_sync: bool = False, timeouts: Timeouts | None = None
+        self, path: Path, *, full_sync: bool = False, timeouts: Timeouts = DEFAULTS
     ) -> None:
         self._path = path.absolute()  # the process may change its folder
         self._full_sync = full_sync
-        self._timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts
         self._engine: Engine | None = None
         self._pid = 0
 
@@ -62,10 +62,8 @@ class SqliteLedger(Ledger):
         """Open the file, making it if it is new."""
         if self._engine is not None:
             return
-        self._timeouts.check()
-        self._engine = Engine(
-            self._path, full_sync=self._full_sync, busy_s=self._timeouts.sqlite_busy_s
-        )
+        self.timeouts.check()
+        self._engine = Engine(self._path, full_sync=self._full_sync, timeouts=self.timeouts)
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -278,7 +276,7 @@ class SqliteLedger(Ledger):
 
     def pause_s(self) -> float:
         """How long a watch may sleep: to the back stop or to the end of the next lease."""
-        backstop_s = self._timeouts.watch_backstop_s
+        backstop_s = self.timeouts.watch_backstop_s
         deadline_s = self._opened().next_deadline_s()
         return backstop_s if deadline_s is None else min(backstop_s, max(0.0, deadline_s) + 0.001)
 

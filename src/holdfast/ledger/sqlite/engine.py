@@ -36,6 +36,7 @@ from holdfast.ledger.sqlite.file import (
 from holdfast.ledger.sqlite.write import ENTRY, SHIFT, Write, number
 from holdfast.ledger.types import Batch, Entry, Event, LeaseInfo, Page, prefix_end
 from holdfast.machine import boot_id
+from holdfast.timeouts import Timeouts
 
 __all__ = ["Engine"]
 
@@ -44,8 +45,6 @@ T = TypeVar("T")
 
 _BOUNDS = "SELECT (SELECT max(id) >> 20 FROM change), compacted FROM meta"
 _WATCH_ROWS = 1000
-_FOLD_WAIT_S = 0.05
-"""Folding holds up writers: it does not wait for a slow reader longer than this."""
 
 BEFORE_COMMIT = faults.declare("ledger.sqlite.before_commit", "changes made, not committed")
 AFTER_COMMIT = faults.declare("ledger.sqlite.after_commit", "committed, nobody woken, no answer")
@@ -68,16 +67,16 @@ def _reading(method: Callable[P, T]) -> Callable[P, T]:
 class Engine:
     """The file with three connections: one writes, one reads, one folds the log meanwhile."""
 
-    def __init__(self, path: Path, *, full_sync: bool, busy_s: float) -> None:
+    def __init__(self, path: Path, *, full_sync: bool, timeouts: Timeouts) -> None:
         self.path = path
-        self._busy_s = busy_s
+        self._busy_s = busy_s = timeouts.sqlite_busy_s
         self._writer = connect(path, full_sync=full_sync, busy_s=busy_s)
         self._cursor = self._writer.cursor()
         self.log_pages = 0
         self._writer.set_wal_hook(self._on_log)
         # Readers only ever wait while another process repairs the log after a crash.
         self._reader = self._second(full_sync, busy_s)
-        self._folder = self._second(full_sync, _FOLD_WAIT_S)
+        self._folder = self._second(full_sync, timeouts.sqlite_fold_s)
         self._make_bell_folder()
         self._ringer = Ringer(bell_folder(path))
         self._end_old_leases()

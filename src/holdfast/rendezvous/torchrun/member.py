@@ -346,4 +346,4 @@ async def fail(runtime: Runtime, keys: Keys, cause: Cause, *guards: Compare) -> 
         failed: Cycle = msgspec.structs.replace(cycle, state="failed", cause=last)
         return failed
 
-    await update(runtime, keys.cycle, Cycle, decide, guards=guards)
+    await update(runtime, keys.cycle, Cycle, decide, guards=guards, repeatable=True)

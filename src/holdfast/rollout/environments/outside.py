@@ -24,7 +24,7 @@ import msgspec
 
 from holdfast import errors
 from holdfast.errors import Mistake, TimedOut
-from holdfast.procs import Child, spawn
+from holdfast.proc import Child, spawn
 from holdfast.rollout.environments.base import Limits, Spoilt
 from holdfast.rollout.environments.wire import (
     MAX_LINE_BYTES,

@@ -14,20 +14,17 @@ then resigns or leads on. Invariants:
 At the end every process has done its share.
 """
 
-import contextlib
-from collections.abc import Callable, Sequence
-
 import msgspec
 
 from holdfast.errors import Fenced, LeaseLost, Retriable, UnknownOutcome
-from holdfast.ledger import Batch, Delete, Entry, Put, present
-from holdfast.ledger.election import Acquire, Election, Held, Leader, Leadership, Wait
-from holdfast.ledger.records import KEEP, Record, Verdict, load, put, update
+from holdfast.ledger import Batch, Entry
+from holdfast.ledger.election import Election, Leader, Leadership
+from holdfast.ledger.records import KEEP, Record, Verdict, load, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.world import Node
 
-__all__ = ["BROKEN", "SOUND"]
+__all__ = ["Count", "ElectionProtocol"]
 
 PREFIX = "/runs/sim/election"
 COUNTER = "/runs/sim/counter"
@@ -44,11 +41,10 @@ class Count(Record, frozen=True, kw_only=True):
 
 
 class ElectionProtocol(Protocol):
-    """The sound protocol. Broken variants override one method each."""
+    """The sound protocol, with the election that it is given."""
 
-    election: type[Election] = Election
-
-    def __init__(self) -> None:
+    def __init__(self, election: type[Election] = Election) -> None:
+        self._election = election
         self._last_token = 0
         self._leader: Leader | None = None
         self._count = Count()
@@ -71,7 +67,7 @@ class ElectionProtocol(Protocol):
                 await runtime.sleep(0.2)
 
     async def _lead_once(self, runtime: Runtime, name: str, done: int) -> None:
-        async with self.election(runtime, PREFIX, name, ttl_s=TTL_S).lead() as leadership:
+        async with self._election(runtime, PREFIX, name, ttl_s=TTL_S).lead() as leadership:
             if leadership.token in self._terms:
                 raise Violation(f"{name} leads with token {leadership.token}, as somebody did")
             self._terms[leadership.token] = runtime, leadership
@@ -111,7 +107,7 @@ class ElectionProtocol(Protocol):
                 done={**count.done, name: number},
             )
 
-        await update(runtime, COUNTER, Count, decide, guards=[leadership.guard])
+        await update(runtime, COUNTER, Count, decide, guards=[leadership.guard], repeatable=True)
 
     # ---- the invariants ------------------------------------------------------
 
@@ -170,147 +166,3 @@ class ElectionProtocol(Protocol):
         return len(self._count.done) == self.nodes and all(
             done >= SHARE for done in self._count.done.values()
         )
-
-
-# ---- broken on purpose: the simulator must catch every one of these --------------------
-
-
-class _NoFence(ElectionProtocol):
-    """The effect is guarded by belief instead of by comparison."""
-
-    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        stored = await load(runtime.ledger, COUNTER, Count)
-        count = stored.record if stored else Count()
-        if count.done.get(name, 0) >= number:
-            return
-        if not leadership.believes():
-            raise Fenced("our lease has ended, by our own clock")
-        fresh = Count(
-            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
-        )
-        await runtime.ledger.txn([], [put(COUNTER, fresh)])
-
-
-class _NoIdentity(ElectionProtocol):
-    """A lost answer is taken for a failure and the addition is made again."""
-
-    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        for _ in range(5):
-            stored = await load(runtime.ledger, COUNTER, Count)
-            count = stored.record if stored else Count()
-            fresh = Count(
-                token=leadership.token,
-                total=count.total + 1,
-                done={**count.done, name: number},
-            )
-            try:
-                await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
-            except UnknownOutcome:
-                continue
-            return
-
-
-class _WeakGuard(ElectionProtocol):
-    """The guard asks whether somebody leads, not whether it is still us."""
-
-    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        leadership.guard = present(f"{PREFIX}/leader")
-        await super().add(runtime, name, number, leadership)
-
-
-class _Optimist(ElectionProtocol):
-    """A lost answer is taken for a success."""
-
-    async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        stored = await load(runtime.ledger, COUNTER, Count)
-        count = stored.record if stored else Count()
-        if count.done.get(name, 0) >= number:
-            return
-        fresh = Count(
-            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
-        )
-        with contextlib.suppress(UnknownOutcome):
-            await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
-
-
-class _NoLease(Election):
-    """The leader's record is not bound to a lease: a dead leader leads for ever."""
-
-    _tried = False
-
-    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
-        verdict = super()._decide(entries, lease)
-        if isinstance(verdict, Acquire):
-            self._tried = True
-            unbound = [Put(op.key, op.value) for op in verdict.then if isinstance(op, Put)]
-            return Acquire(verdict.compare, tuple(unbound))
-        if isinstance(verdict, Wait) and verdict.holder == self._name and self._tried:
-            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
-            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
-        return verdict
-
-
-class _ByName(Election):
-    """A candidate recognises its record by its name: so does its twin, and its next life."""
-
-    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
-        verdict = super()._decide(entries, lease)
-        if isinstance(verdict, Wait) and verdict.holder == self._name:
-            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
-            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
-        return verdict
-
-
-class _BlindResign(Election):
-    """Resigning deletes whatever leader there is, a successor's record too."""
-
-    async def _resign(self, held: Held) -> None:  # noqa: ARG002 -- that is the mistake
-        with contextlib.suppress(Retriable, UnknownOutcome):
-            await self._runtime.ledger.txn([], [Delete(f"{self._prefix}/leader")])
-
-
-class _BlindAcquire(Election):
-    """The record is written without comparing that nobody leads."""
-
-    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
-        verdict = super()._decide(entries, lease)
-        return Acquire((), verdict.then) if isinstance(verdict, Acquire) else verdict
-
-
-class _OwnToken(Election):
-    """The token is made up from what the candidate remembers, not from the ledger."""
-
-    _given = 0
-
-    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
-        verdict = super()._decide(entries, lease)
-        if isinstance(verdict, Acquire):
-            type(self)._given = self._given + 1
-            own = Leader(holder=self._name, token=self._given // 2 + 1)
-            leader = put(f"{self._prefix}/leader", own, lease=lease)
-            return Acquire(verdict.compare[:1], (leader,))
-        return verdict
-
-
-def _with(election: type[Election]) -> Callable[[], Protocol]:
-    def make() -> Protocol:
-        protocol = ElectionProtocol()
-        protocol.election = type(election.__name__, (election,), {})
-        return protocol
-
-    make.__doc__ = election.__doc__
-    return make
-
-
-SOUND: Callable[[], Protocol] = ElectionProtocol
-BROKEN: dict[str, Callable[[], Protocol]] = {
-    "": _NoFence,
-    "identity": _NoIdentity,
-    "lease": _with(_NoLease),
-    "acquire": _with(_BlindAcquire),
-    "token": _with(_OwnToken),
-    "guard": _WeakGuard,
-    "name": _with(_ByName),
-    "resign": _with(_BlindResign),
-    "optimist": _Optimist,
-}

@@ -3,8 +3,8 @@
 - `schema.py`: the protobuf messages, from our own table of names and numbers.
 - `body.py`: what is done to any body: limits, decompression, JSON, and who is to blame.
 - `arrays.py`: tokens and tensors, dense or sparse, checked before anything is allocated.
-- `requests.py`: one function per endpoint, body → operation. Those that carry data are made
-  in `data.py`, those about sampling and futures in `sampling.py`, the rest in `sessions.py`.
+- `requests.py`, `data.py`, `sampling.py`, `sessions.py`: one function per endpoint, body →
+  operation: of models; of those that carry data; about samples and futures; the others.
 - `answers.py`: outcome → answer, in protobuf or JSON, whichever the asker reads.
 
 Nothing here trusts a client: every size is bounded, and whatever is wrong with a request is

@@ -32,6 +32,7 @@ from holdfast.trainer.ops import (
     Done,
     Failed,
     Loaded,
+    Lora,
     Outcome,
     Output,
     Published,
@@ -242,13 +243,15 @@ def sampler_info(sampler: str, base: str, path: str | None) -> Answer:
     return plain({"sampler_id": sampler, "base_model": base, "model_path": path})
 
 
-def weights_info(base: str, lora_rank: int | None, trained: Mapping[str, bool]) -> Answer:
-    """What `weights_info` says; `trained` has `train_attn`, `train_mlp`, `train_unembed`.
+def weights_info(base: str, lora: Lora | None) -> Answer:
+    """What `weights_info` says of saved weights.
 
     The client asks for a model of the rank that it is told here: 0 stands for all the weights.
     """
-    said = {"base_model": base, "is_lora": lora_rank is not None, "lora_rank": lora_rank or 0}
-    return plain(said | {"optimizer_config": {"type": "adamw"}} | dict(trained))
+    parts = ("train_attn", "train_mlp", "train_unembed")
+    trained = {} if lora is None else {part: getattr(lora, part) for part in parts}
+    said = {"base_model": base, "is_lora": lora is not None, "lora_rank": lora.rank if lora else 0}
+    return plain(said | {"optimizer_config": {"type": "adamw"}} | trained)
 
 
 # ---- refusals ---------------------------------------------------------------------

@@ -27,8 +27,10 @@ __all__ = [
     "BadOp",
     "Budget",
     "Id",
+    "Index",
     "Limits",
     "Numbered",
+    "Path",
     "Share",
     "blaming",
     "decode",
@@ -48,6 +50,8 @@ _WINDOW_BYTES = 32 << 20
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Seq = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQ)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
+Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Kind = TypeVar("Kind")
 
 

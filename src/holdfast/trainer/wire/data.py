@@ -4,6 +4,7 @@ Tinker's SDK sends protobuf to `forward_backward` for both; Fireworks' sends JSO
 an endpoint for each. Whichever way it came, the same data are the same operation.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -115,10 +116,8 @@ def _unsupported(kind: str) -> str:
 
 def _from_json(model: str, seq: int, given: _Input, limits: Limits, *, backward: bool) -> Numbered:
     with blaming(model, seq):
-        _count(len(given.data), limits)
-        budget = Budget(limits)
         op = ForwardBackward(
-            data=[_json_datum(at, datum, budget) for at, datum in enumerate(given.data)],
+            data=_data(given.data, tokens_of, _from_lists, limits),
             loss=_named(given.loss_fn),
             config=_few(given.loss_fn_config or {}, _MAX_CONFIG, "loss_fn_config"),
             backward=backward,
@@ -126,26 +125,15 @@ def _from_json(model: str, seq: int, given: _Input, limits: Limits, *, backward:
     return Numbered(model, seq, op)
 
 
-def _json_datum(at: int, datum: _Datum, budget: Budget) -> Datum:
-    field = "model_input"
-    try:
-        tokens = tokens_of(datum.model_input)
-        budget.take_tokens(len(tokens) // 4)
-        field = "loss_fn_inputs"
-        inputs = {}
-        for name, given in _few(datum.loss_fn_inputs, _MAX_INPUTS, field).items():
-            field = name
-            inputs[name] = tensor_from_lists(
-                given.data,
-                given.dtype,
-                given.shape,
-                given.sparse_crow_indices,
-                given.sparse_col_indices,
-                budget,
-            )
-    except Mistake as error:
-        raise Mistake(f"datum {at}, `{field[:80]}`: {error}") from error
-    return Datum(tokens=tokens, inputs=inputs)
+def _from_lists(given: TensorData, budget: Budget) -> OpTensor:
+    return tensor_from_lists(
+        given.data,
+        given.dtype,
+        given.shape,
+        given.sparse_crow_indices,
+        given.sparse_col_indices,
+        budget,
+    )
 
 
 def _from_protobuf(body: bytes, limits: Limits, *, forward_only: bool) -> Numbered:
@@ -156,10 +144,8 @@ def _from_protobuf(body: bytes, limits: Limits, *, forward_only: bool) -> Number
         raise Mistake(f"the request is not a ForwardBackwardRequest: {error}") from error
     model, seq = number({"model_id": message.model_id, "seq_id": message.seq_id})
     with blaming(model, seq):
-        _count(len(message.data), limits)
-        budget = Budget(limits)
         op = ForwardBackward(
-            data=[_message_datum(at, datum, budget) for at, datum in enumerate(message.data)],
+            data=_data(message.data, _message_tokens, tensor_from_message, limits),
             loss=_named(message.loss_fn),
             config=_config(message),
             backward=not (forward_only or message.forward_only),
@@ -167,27 +153,44 @@ def _from_protobuf(body: bytes, limits: Limits, *, forward_only: bool) -> Number
     return Numbered(model, seq, op)
 
 
-def _message_datum(at: int, datum: Any, budget: Budget) -> Datum:
-    field = "model_input"
-    try:
-        parts = []
-        for chunk in datum.model_input:
-            kind = chunk.WhichOneof("chunk") or "unknown"
-            if kind != "encoded_text":
-                raise Mistake(_unsupported(kind))
-            if len(chunk.encoded_text.tokens) % 4:
-                raise Mistake("the tokens are not a whole number of int32")
-            parts.append(chunk.encoded_text.tokens)
-        tokens = b"".join(parts)
-        budget.take_tokens(len(tokens) // 4)
-        field = "loss_fn_inputs"
-        inputs: dict[str, OpTensor] = {}
-        for name in sorted(_few(datum.loss_fn_inputs, _MAX_INPUTS, field)):
-            field = name
-            inputs[name] = tensor_from_message(datum.loss_fn_inputs[name], budget)
-    except Mistake as error:
-        raise Mistake(f"datum {at}, `{field[:80]}`: {error}") from error
-    return Datum(tokens=tokens, inputs=inputs)
+def _message_tokens(chunks: Any) -> bytes:
+    parts = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk") or "unknown"
+        if kind != "encoded_text":
+            raise Mistake(_unsupported(kind))
+        if len(chunk.encoded_text.tokens) % 4:
+            raise Mistake("the tokens are not a whole number of int32")
+        parts.append(chunk.encoded_text.tokens)
+    return b"".join(parts)
+
+
+def _data(
+    given: Sequence[Any],
+    tokens_in: Callable[[Any], bytes],
+    tensor_in: Callable[[Any, Budget], OpTensor],
+    limits: Limits,
+) -> list[Datum]:
+    """The data of a request, however they are written."""
+    if not given:
+        raise Mistake("`data` is empty: there is nothing to compute")
+    if len(given) > limits.datums:
+        raise TooLarge(f"`data` has {len(given)} datums; {limits.datums} are allowed at a time")
+    budget, data = Budget(limits), []
+    for at, datum in enumerate(given):
+        field = "model_input"
+        try:
+            tokens = tokens_in(datum.model_input)
+            budget.take_tokens(len(tokens) // 4)
+            field = "loss_fn_inputs"
+            inputs: dict[str, OpTensor] = {}
+            for name in sorted(_few(datum.loss_fn_inputs, _MAX_INPUTS, field)):
+                field = name
+                inputs[name] = tensor_in(datum.loss_fn_inputs[name], budget)
+        except Mistake as error:
+            raise Mistake(f"datum {at}, `{field[:80]}`: {error}") from error
+        data.append(Datum(tokens=tokens, inputs=inputs))
+    return data
 
 
 def _config(message: Any) -> dict[str, float | str]:
@@ -201,13 +204,6 @@ def _config(message: Any) -> dict[str, float | str]:
             raise Mistake(f"loss_fn_config has no value for {key[:80]!r}")
         config[key] = value.number if which == "number" else value.text
     return config
-
-
-def _count(datums: int, limits: Limits) -> None:
-    if not datums:
-        raise Mistake("`data` is empty: there is nothing to compute")
-    if datums > limits.datums:
-        raise TooLarge(f"`data` has {datums} datums; {limits.datums} are allowed at a time")
 
 
 def _named(loss: str) -> str:

@@ -1,8 +1,10 @@
-"""One function per endpoint: the body of a request → what it asks for.
+"""Models and their operations: the body of a request → what it asks for.
 
-All of them are pure. The bodies come from `read_body`; what is wrong with one is a `Mistake`,
-or a `BadOp` where its number can be used up. What a client may ask for but we cannot do is
-refused by name, never ignored. Fields that nobody here knows are ignored.
+One function per endpoint, all of them pure; those that carry data are in `data.py`, those about
+sampling and futures in `sampling.py`, the others in `sessions.py`. The bodies come from
+`read_body`; what is wrong with one is a `Mistake`, or a `BadOp` where its number can be used up.
+What a client may ask for but we cannot do is refused by name, never ignored. Fields that are not
+known are ignored.
 """
 
 from typing import Annotated, Any
@@ -19,84 +21,39 @@ from holdfast.trainer.ops import (
     Publish,
     SaveForSampler,
     SaveWeights,
-    Unload,
 )
 from holdfast.trainer.records import check_name
 from holdfast.trainer.wire.body import (
     PROTOBUF,
     BadOp,
     Id,
-    Limits,
+    Index,
     Numbered,
+    Path,
     blaming,
     decode,
     number,
     numbered,
-    read_body,
-)
-from holdfast.trainer.wire.data import forward, forward_backward
-from holdfast.trainer.wire.sampling import (
-    MultiPoll,
-    NewSampler,
-    Poll,
-    Sampling,
-    asample,
-    cancel_future,
-    create_sampling_session,
-    join_sampling_session,
-    retrieve_future,
-    retrieve_futures,
 )
 from holdfast.trainer.wire.schema import ForwardBackwardRequest
-from holdfast.trainer.wire.sessions import (
-    NewSession,
-    create_session,
-    get_info,
-    heartbeat,
-    metadata,
-    weights_info,
-)
+from holdfast.trainer.wire.sessions import metadata
 
 __all__ = [
-    "BadOp",
-    "Limits",
-    "MultiPoll",
     "NewModel",
-    "NewSampler",
-    "NewSession",
-    "Numbered",
-    "Poll",
-    "Sampling",
-    "asample",
-    "cancel_future",
     "checkpoint_ttl",
     "create_model",
-    "create_sampling_session",
-    "create_session",
-    "forward",
-    "forward_backward",
-    "get_info",
-    "heartbeat",
-    "join_sampling_session",
     "load_adapter",
     "load_weights",
     "number_of",
     "optim_step",
     "publish_weights",
-    "read_body",
-    "retrieve_future",
-    "retrieve_futures",
     "save_weights",
     "save_weights_for_sampler",
-    "unload_model",
-    "weights_info",
 ]
 
 # What the protocol fixes, and Fireworks' client sends along.
 LORA_ALPHA = 32
 
-_Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Ttl = Annotated[int, msgspec.Meta(ge=1, le=100 * 366 * 86400)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -109,10 +66,6 @@ class NewModel(msgspec.Struct, frozen=True):
     session: str
     model_seq: int
     op: CreateModel
-
-
-class _Model(msgspec.Struct):
-    model_id: Id
 
 
 class _Lora(msgspec.Struct):
@@ -131,7 +84,7 @@ class _Optimizer(msgspec.Struct):
 
 class _CreateModel(msgspec.Struct):
     session_id: Id
-    model_seq_id: _Index
+    model_seq_id: Index
     base_model: Id
     lora_config: _Lora | None = None
     optimizer_config: _Optimizer | None = None
@@ -158,7 +111,7 @@ class _Save(msgspec.Struct):
     path: str | None = None
     ttl_seconds: _Ttl | None = None
     overwrite: bool = False
-    sampling_session_seq_id: _Index | None = None
+    sampling_session_seq_id: Index | None = None
     user_metadata: dict[str, Any] | None = None
 
 
@@ -167,15 +120,15 @@ class _KeepFor(msgspec.Struct):
 
 
 class _LoadAdapter(msgspec.Struct):
-    adapter_path: _Path
+    adapter_path: Path
 
 
 class _Publish(msgspec.Struct):
-    version: _Index
+    version: Index
 
 
 class _Load(msgspec.Struct):
-    path: _Path
+    path: Path
     optimizer: bool
     optimizer_config: _Optimizer | None = None
 
@@ -187,7 +140,7 @@ class _Addresses(msgspec.Struct):
 
 class _LoadNew(_Load):
     session_id: Id = msgspec.field(default="")
-    model_seq_id: _Index | None = None
+    model_seq_id: Index | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
 
@@ -210,11 +163,6 @@ def create_model(body: bytes) -> NewModel:
     return NewModel(ask.session_id, ask.model_seq_id, op)
 
 
-def unload_model(body: bytes) -> tuple[str, Unload]:
-    """The model that `unload_model` is about; the protocol gives this operation no number."""
-    return decode(body, _Model).model_id, Unload()
-
-
 def _lora(given: _Lora | None) -> Lora | None:
     if given is None or given.rank == 0:
         return None
@@ -224,13 +172,8 @@ def _lora(given: _Lora | None) -> Lora | None:
         raise Mistake("`lora_config.init_method` cannot be chosen")
     if not (given.train_attn or given.train_mlp or given.train_unembed):
         raise Mistake("`lora_config` trains nothing: set one of its train_* to true")
-    return Lora(
-        rank=given.rank,
-        seed=given.seed or 0,
-        train_attn=given.train_attn,
-        train_mlp=given.train_mlp,
-        train_unembed=given.train_unembed,
-    )
+    parts = {part: getattr(given, part) for part in ("train_attn", "train_mlp", "train_unembed")}
+    return Lora(rank=given.rank, seed=given.seed or 0, **parts)
 
 
 def _only_adam(given: _Optimizer | None) -> None:

@@ -8,11 +8,12 @@ anything below 2**63.
 from typing import Annotated
 
 import msgspec
+from msgspec import field
 
 from holdfast.errors import Mistake, TooLarge
 from holdfast.trainer.ops import Cells, Sample
 from holdfast.trainer.wire.arrays import Budget, cells_from_lists
-from holdfast.trainer.wire.body import DEFAULT_LIMITS, Id, Limits, decode
+from holdfast.trainer.wire.body import DEFAULT_LIMITS, Id, Index, Limits, Path, decode
 from holdfast.trainer.wire.data import ModelInput, TensorData, tokens_of
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "NewSampler",
     "Poll",
     "Sampling",
+    "Target",
     "asample",
     "cancel_future",
     "create_sampling_session",
@@ -32,7 +34,6 @@ _MAX_RETRIEVED = 65536
 _MAX_STOP_CHARS = 1024
 
 _Big = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,34 +49,34 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class NewSampler(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling session number `sampler_seq` of a session: of weights, or of a base."""
 
-    session: str
-    sampler_seq: int
-    path: str | None = None
-    base: str | None = None
+    session: Id = field(name="session_id")
+    sampler_seq: Index = field(name="sampling_session_seq_id")
+    path: Path | None = field(name="model_path", default=None)
+    base: Id | None = field(name="base_model", default=None)
 
 
 class Poll(msgspec.Struct, frozen=True):
     """A question for one result; large ones may be announced first."""
 
-    request: str
-    metadata_only: bool = False
+    request: Id = field(name="request_id")
+    metadata_only: bool = field(name="allow_metadata_only", default=False)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Whose results are asked for: those of a client of a sampling session, or of a copy of it."""
+
+    session: Id = field(name="sampling_session_id")
+    clone: _Big = field(name="cloned_sampler_id", default=0)
+    type: str = "sampling_session"
 
 
 class MultiPoll(msgspec.Struct, frozen=True):
     """A question for all of a sampler's results after `cursor`; `retrieved` ones may go."""
 
-    session: str
-    clone: int
-    cursor: int
-    timeout_s: float | None
-    retrieved: list[str]
-
-
-class _CreateSampler(msgspec.Struct):
-    session_id: Id
-    sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-    base_model: Id | None = None
-    model_path: _Path | None = None
+    target: Target
+    cursor: _Big = field(name="prev_cursor", default=0)
+    timeout_s: Annotated[float, msgspec.Meta(ge=0)] | None = field(name="timeout", default=None)
+    retrieved: list[Id] = field(name="retrieved_request_ids", default_factory=list)
 
 
 class _Params(msgspec.Struct):
@@ -92,7 +93,7 @@ class _Sample(msgspec.Struct):
     sampling_params: _Params
     num_samples: Annotated[int, msgspec.Meta(ge=1)] = 1
     base_model: Id | None = None
-    model_path: _Path | None = None
+    model_path: Path | None = None
     sampling_session_id: Id | None = None
     seq_id: _Big | None = None
     prompt_logprobs: bool | None = None
@@ -104,39 +105,16 @@ class _Sample(msgspec.Struct):
     record_stability_info: bool | None = None
 
 
-class _Future(msgspec.Struct):
-    request_id: Id
-    allow_metadata_only: bool = False
-
-
-class _Target(msgspec.Struct):
-    sampling_session_id: Id
-    type: str = "sampling_session"
-    cloned_sampler_id: _Big = 0
-
-
-class _Futures(msgspec.Struct):
-    target: _Target
-    prev_cursor: _Big = 0
-    timeout: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    retrieved_request_ids: list[Id] = []
-
-
 class _Join(msgspec.Struct):
     sampling_session_id: Id
 
 
 def create_sampling_session(body: bytes) -> NewSampler:
     """A request to `create_sampling_session`."""
-    ask = decode(body, _CreateSampler)
-    if ask.model_path is None and ask.base_model is None:
+    ask = decode(body, NewSampler)
+    if ask.path is None and ask.base is None:
         raise Mistake("one of `model_path` and `base_model` is needed")
-    return NewSampler(
-        session=ask.session_id,
-        sampler_seq=ask.sampling_session_seq_id,
-        path=ask.model_path,
-        base=ask.base_model,
-    )
+    return ask
 
 
 def join_sampling_session(body: bytes) -> str:
@@ -254,26 +232,19 @@ def _stops(
 
 def retrieve_future(body: bytes) -> Poll:
     """A request to `retrieve_future`."""
-    ask = decode(body, _Future)
-    return Poll(ask.request_id, ask.allow_metadata_only)
+    return decode(body, Poll)
 
 
 def retrieve_futures(body: bytes) -> MultiPoll:
     """A request to `retrieve_futures`."""
-    ask = decode(body, _Futures)
+    ask = decode(body, MultiPoll)
     if ask.target.type != "sampling_session":
         raise Mistake(f"futures of a {ask.target.type[:40]!r} are not known")
-    if len(ask.retrieved_request_ids) > _MAX_RETRIEVED:
+    if len(ask.retrieved) > _MAX_RETRIEVED:
         raise TooLarge(f"`retrieved_request_ids` has more than {_MAX_RETRIEVED} entries")
-    return MultiPoll(
-        ask.target.sampling_session_id,
-        ask.target.cloned_sampler_id,
-        ask.prev_cursor,
-        ask.timeout,
-        ask.retrieved_request_ids,
-    )
+    return ask
 
 
 def cancel_future(body: bytes) -> str:
     """The request that nobody waits for any more."""
-    return decode(body, _Future).request_id
+    return decode(body, Poll).request

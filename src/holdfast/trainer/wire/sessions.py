@@ -1,13 +1,13 @@
 """Sessions, and questions about what there is."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from holdfast.errors import TooLarge
-from holdfast.trainer.wire.body import Id, decode
+from holdfast.trainer.wire.body import Id, Path, decode
 
-__all__ = ["NewSession", "create_session", "get_info", "heartbeat", "metadata", "weights_info"]
+__all__ = ["NewSession", "create_session", "heartbeat", "metadata", "model_of", "weights_info"]
 
 _MAX_ENTRIES = 64
 _MAX_CHARS = 4096
@@ -16,15 +16,8 @@ _MAX_CHARS = 4096
 class NewSession(msgspec.Struct, frozen=True):
     """A client that introduces itself."""
 
-    tags: list[str]
-    metadata: dict[str, str]
-    sdk_version: str
-    name: str | None = None
-
-
-class _CreateSession(msgspec.Struct):
-    sdk_version: str = ""
     tags: list[str] = []
+    sdk_version: str = ""
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
 
@@ -38,16 +31,17 @@ class _Model(msgspec.Struct):
 
 
 class _Weights(msgspec.Struct):
-    tinker_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    tinker_path: Path
 
 
 def create_session(body: bytes) -> NewSession:
     """A request to `create_session`."""
-    ask = decode(body, _CreateSession)
+    ask = decode(body, NewSession)
     said = [*ask.tags, ask.sdk_version, ask.display_name or ""]
     if len(ask.tags) > _MAX_ENTRIES or sum(map(len, said)) > _MAX_CHARS:
         raise TooLarge("`tags`, `sdk_version` and `display_name` are too long")
-    return NewSession(ask.tags, metadata(ask.user_metadata), ask.sdk_version, ask.display_name)
+    metadata(ask.user_metadata)
+    return ask
 
 
 def heartbeat(body: bytes) -> str:
@@ -55,8 +49,8 @@ def heartbeat(body: bytes) -> str:
     return decode(body, _Session).session_id
 
 
-def get_info(body: bytes) -> str:
-    """The model that `get_info` asks about."""
+def model_of(body: bytes) -> str:
+    """The model that `get_info` or `unload_model` is about."""
     return decode(body, _Model).model_id
 
 

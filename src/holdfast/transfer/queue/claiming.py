@@ -6,7 +6,7 @@ from holdfast.errors import Mistake, NotFound, TimedOut
 from holdfast.ledger import Compare, Op, absent, same_life, unchanged
 from holdfast.ledger.records import put
 from holdfast.transfer.queue.batch import Batch
-from holdfast.transfer.queue.desk import CALL_S, Change, Desk
+from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.plan import MOST_BLOCKS, Choice
 from holdfast.transfer.queue.records import Claim, Sample, bits, text
@@ -20,10 +20,18 @@ __all__ = ["Claiming"]
 class Claiming:
     """The claiming half of a queue, for one task and one life of a member."""
 
-    batch_kind = Batch
-
-    def __init__(self, desk: Desk, store: Store, tidying: Tidying, task: str, seat: Seat) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        store: Store,
+        tidying: Tidying,
+        task: str,
+        seat: Seat,
+        *,
+        batch: type[Batch] = Batch,
+    ) -> None:
         self._desk = desk
+        self._make_batch = batch
         self._store = store
         self._tidying = tidying
         self._task = task
@@ -130,7 +138,8 @@ class Claiming:
         self._desk.held.add(self._name)
         try:
             # A claim that is being written when the time is over is settled all the same.
-            return await self._desk.commit(decide, deadline + CALL_S, seat=self._seat)
+            settled = deadline + self._desk.timeouts.queue_call_s
+            return await self._desk.commit(decide, settled, seat=self._seat)
         except BaseException:
             self._desk.held.discard(self._name)  # if it was written all the same, nobody has it
             raise
@@ -176,7 +185,7 @@ class Claiming:
     ) -> Batch:
         if not choice.taken:
             self._desk.held.discard(self._name)
-        return self.batch_kind(
+        return self._make_batch(
             self._desk,
             self._store,
             self._tidying,

@@ -17,11 +17,13 @@ A dataset belongs to the process that iterates over it: use it with `num_workers
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import MissingPackage, Mistake
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.queue.batch import Batch
 from holdfast.transfer.queue.records import Sample
 from holdfast.transfer.queue.samplers import Sampler, in_order
@@ -64,8 +66,9 @@ class QueueDataset(IterableDataset[Shard]):
         fields: list[str] | None = None,
         sampler: Sampler = in_order,
         max_lag: int | None = None,
-        timeout_s: float = 600.0,
-        lease_s: float = 10.0,
+        timeout_s: float | None = None,
+        lease_s: float | None = None,
+        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         super().__init__()
         if not 0 <= rank < world_size:
@@ -74,7 +77,16 @@ class QueueDataset(IterableDataset[Shard]):
             raise Mistake(f"{batch_size} samples cannot be divided among {world_size} ranks")
         if start < 0:
             raise Mistake(f"start is the last step of the checkpoint, 0 or more, not {start}")
-        self._where = (store, ledger_url, name, run, lease_s)
+        self._open_queue = partial(
+            open_queue,
+            store,
+            ledger_url,
+            name,
+            run=run,
+            member=f"rank-{rank}",
+            lease_s=lease_s,
+            timeouts=timeouts,
+        )
         self._task, self._fields = task, fields
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._sampler, self._max_lag, self._timeout_s = sampler, max_lag, timeout_s
@@ -86,9 +98,7 @@ class QueueDataset(IterableDataset[Shard]):
         if get_worker_info() is not None:
             raise Mistake("use this dataset with num_workers=0: claims belong to one process")
         if self._queue is None:
-            store, url, name, run, lease_s = self._where
-            member = f"rank-{self._rank}"
-            self._queue = open_queue(store, url, name, run=run, member=member, lease_s=lease_s)
+            self._queue = self._open_queue()
             if self._rank == 0:
                 self._finish(self._step)
         return self._queue

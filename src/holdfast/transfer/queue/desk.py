@@ -9,11 +9,11 @@ made next sees its own effect, if there was one.
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from holdfast.errors import (
     Conflict,
-    HoldfastError,
     LeaseLost,
     Mistake,
     Retriable,
@@ -23,41 +23,52 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Compare, Entry, Get, Op, Runtime
 from holdfast.ledger.follow import follow
+from holdfast.retry import AGAIN, Policy, insist
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.plan import Plan
 from holdfast.transfer.queue.records import Keys
 from holdfast.transfer.queue.view import View
 
-__all__ = ["CALL_S", "Change", "Desk"]
+__all__ = ["Change", "Desk"]
 
 T = TypeVar("T")
 
-CALL_S = 60.0
-_LOOK_S = 5.0
-"""How long a wait for news lasts before the view is compared with the ledger itself."""
+_CONFLICTS = Policy(base_s=0.003, max_s=0.75, jitter=2 / 3)
+"""How long to wait before deciding again: others do the same at that moment."""
 
 
+@dataclass(frozen=True, slots=True)
 class Change(Generic[T]):
     """A transaction that was decided on, and what it means when it is committed."""
 
-    def __init__(self, compare: Sequence[Compare], then: Sequence[Op], means: T) -> None:
-        self.compare = compare
-        self.then = then
-        self.means = means
+    compare: Sequence[Compare]
+    then: Sequence[Op]
+    means: T
 
 
 class Desk:
     """One process's place at a queue. Use `async with`."""
 
-    plan = Plan()
-    view_kind = View
-    block_samples = 1000
-    """How many samples a block has at most."""
-
-    def __init__(self, runtime: Runtime, keys: Keys, member: str, lease_s: float) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        keys: Keys,
+        member: str,
+        lease_s: float,
+        timeouts: Timeouts = DEFAULTS,
+        *,
+        plan: Plan | None = None,
+        view: type[View] = View,
+        block_samples: int = 1000,
+    ) -> None:
+        """`block_samples` is how many samples a block has at most."""
         self.runtime = runtime
+        self.timeouts = timeouts
         self.keys = keys
-        self.view = self.view_kind(keys)
+        self.plan = plan or Plan()
+        self.view = view(keys)
+        self.block_samples = block_samples
         self._member = member
         self._lease_s = lease_s
         self._news = asyncio.Event()
@@ -94,9 +105,10 @@ class Desk:
         self._news.set()
         self._news = asyncio.Event()
 
-    def deadline(self, timeout_s: float = CALL_S) -> float:
+    def deadline(self, timeout_s: float | None = None) -> float:
         """When a call that begins now must end."""
-        return self.runtime.now() + timeout_s
+        limit_s = self.timeouts.queue_call_s if timeout_s is None else timeout_s
+        return self.runtime.now() + limit_s
 
     def nonce(self) -> str:
         """A name that nobody else has."""
@@ -105,13 +117,14 @@ class Desk:
     # Waiting
 
     async def news(self, deadline: float) -> bool:
-        """Wait for the view to change; False when the time is over."""
+        """Wait for the view to change, or for a while; False when the time is over."""
         self._check()
         wait_s = deadline - self.runtime.now()
         if wait_s <= 0:
             return False
+        look_s = self.timeouts.watch_silence_s  # then the caller looks by itself
         waiting = asyncio.ensure_future(self._news.wait())
-        bound = asyncio.ensure_future(self.runtime.sleep(min(wait_s, _LOOK_S)))
+        bound = asyncio.ensure_future(self.runtime.sleep(min(wait_s, look_s)))
         try:
             await asyncio.wait((waiting, bound), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -175,48 +188,46 @@ class Desk:
         nothing to change (any more). With a seat, the change takes effect only while that
         life lasts; otherwise `LeaseLost` is raised.
         """
-        attempt = 0
-        unsure = False
-        while True:
+
+        async def once() -> T:
             change = decide()
             if not isinstance(change, Change):
                 return change
-            failure: HoldfastError
             compare = [*change.compare, seat.alive] if seat else list(change.compare)
             looks = [Get(key) for key in dict.fromkeys(one.key for one in compare)]
+            sent = False
             try:
                 txn = await self.runtime.ledger.txn(compare, change.then, looks)
-                if txn.succeeded:
-                    unsure = True  # until the view has come to it
+                if sent := txn.succeeded:
                     await self.at_least(txn.revision, deadline)
                     return change.means
                 for look, entry in zip(looks, txn.results, strict=True):
                     await self._agree(look.key, entry, txn.revision, deadline)
-                if seat is not None and txn.results[-1] is None:
-                    # An earlier attempt, whose answer was lost, may have come before the end.
-                    again = decide()
-                    if not isinstance(again, Change):
-                        return again
-                    await self.lost(seat)
-                    raise LeaseLost(f"{seat.id} is not a member any more: its lease has ended")
-                failure = Conflict(f"others kept changing {self.keys.prefix}")
-            except (Retriable, UnknownOutcome) as error:
-                failure = error
-                unsure = unsure or isinstance(error, UnknownOutcome)
-                try:
-                    await self._catch_up(change.then[0].key, deadline)
-                except Retriable as lagging:
-                    if not unsure:
-                        raise
-                    raise UnknownOutcome(
-                        f"a change of {self.keys.prefix} may have taken effect: {lagging}"
-                    ) from error
-                unsure = False  # the next decision sees it, if it did
-            attempt += 1
-            if self.runtime.now() >= deadline:
-                raise failure
-            pause_s = min(0.5, 0.001 * 2 ** min(attempt, 12))
-            await self.runtime.sleep(pause_s * (0.5 + self.runtime.random.random()))
+            except AGAIN as error:
+                unsure = sent or isinstance(error, UnknownOutcome)
+                await self._look(change.then[0].key, deadline, error if unsure else None)
+                raise  # the next decision sees it, if it took effect
+            if seat is not None and txn.results[-1] is None:
+                # An earlier attempt, whose answer was lost, may have come before the end.
+                again = decide()
+                if not isinstance(again, Change):
+                    return again
+                await self.lost(seat)
+                raise LeaseLost(f"{seat.id} is not a member any more: its lease has ended")
+            raise Conflict(f"others kept changing {self.keys.prefix}")
+
+        return await insist(self.runtime, once, until=deadline, pace=_CONFLICTS)
+
+    async def _look(self, key: str, deadline: float, unsure: Exception | None) -> None:
+        """Catch up after a transaction that failed; `unsure` may have taken effect."""
+        try:
+            await self._catch_up(key, deadline)
+        except Retriable as lagging:
+            if unsure is None:
+                raise
+            raise UnknownOutcome(
+                f"a change of {self.keys.prefix} may have taken effect: {lagging}"
+            ) from unsure
 
     async def _agree(self, key: str, entry: Entry | None, revision: int, deadline: float) -> None:
         """Wait until the view is at least as new as a reading of one key."""
@@ -229,17 +240,12 @@ class Desk:
 
         A transaction is all or nothing, so one key that it writes is enough.
         """
-        pause_s = 0.05
-        while True:
-            try:
-                txn = await self.runtime.ledger.txn([], [Get(key)], [])
-                await self._agree(key, txn.results[0], txn.revision, deadline)
-                return
-            except (Retriable, UnknownOutcome):
-                if self.runtime.now() >= deadline:
-                    raise
-                await self.runtime.sleep(pause_s * (0.5 + self.runtime.random.random()))
-                pause_s = min(2.0, 2 * pause_s)
+
+        async def look() -> None:
+            txn = await self.runtime.ledger.txn([], [Get(key)], [])
+            await self._agree(key, txn.results[0], txn.revision, deadline)
+
+        await insist(self.runtime, look, until=deadline)
 
     async def refresh(self, deadline: float) -> None:
         """Come to a view that has everything that was added before this call."""

@@ -8,14 +8,13 @@ committed with the condition that its record is there.
 import os
 import socket
 
-from holdfast.errors import Conflict, LeaseLost, Retriable, UnknownOutcome
-from holdfast.ledger import Compare, Get, Keeper, Runtime, absent, present
+from holdfast.errors import LeaseLost
+from holdfast.ledger import Compare, Keeper, Runtime, absent, present
 from holdfast.ledger.records import put
+from holdfast.retry import insist
 from holdfast.transfer.queue.records import Keys, Member
 
 __all__ = ["Seat"]
-
-ATTEMPTS = 20
 
 
 class Seat:
@@ -26,6 +25,7 @@ class Seat:
         self._keys = keys
         self._name = name
         self._keeper = Keeper(runtime, lease_s)
+        self._lease_s = lease_s
         self.key = ""
         self.id = ""
 
@@ -44,29 +44,21 @@ class Seat:
         self.key = self._keys.member(self._name, self._keeper.id)
         self.id = self.key.rpartition("/")[2]
         record = Member(name=self._name, pid=os.getpid(), host=socket.gethostname())
-        failure: Exception = Conflict(f"{self.key} is taken")
+        begin = put(self.key, record, lease=self._keeper.id)
+
+        async def once() -> None:
+            await self._runtime.ledger.txn([absent(self.key)], [begin], [])  # or it is there
+
         try:
-            for attempt in range(ATTEMPTS):
-                try:
-                    txn = await self._runtime.ledger.txn(
-                        [absent(self.key)],
-                        [put(self.key, record, lease=self._keeper.id)],
-                        [Get(self.key)],
-                    )
-                except (Retriable, UnknownOutcome) as error:
-                    failure = error
-                else:
-                    if txn.succeeded or txn.results[0] is not None:  # just now, or before
-                        return
-                if not self.believes():
-                    raise LeaseLost(f"the lease of {self._name} ended before it had joined")
-                await self._runtime.sleep(
-                    min(1.0, 0.02 * 2**attempt) * (0.5 + self._runtime.random.random())
-                )
-            raise failure
+            until = self._runtime.now() + self._lease_s
+            await insist(self._runtime, once, until=until, failed=self._check)
         except BaseException:
             await self.leave()
             raise
+
+    def _check(self, _: Exception) -> None:
+        if not self.believes():
+            raise LeaseLost(f"the lease of {self._name} ended before it had joined")
 
     async def leave(self) -> None:
         """End. What it had claimed is free at once."""

@@ -9,7 +9,8 @@ is at work on it, or to one that is gone, and then it can be deleted.
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from holdfast.errors import BatchFailed, LeaseLost, Mistake, NoRoom, NotFound
 from holdfast.ledger import absent, same_life, unchanged
 from holdfast.ledger.records import put
+from holdfast.retry import insist
 from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
 from holdfast.transfer.queue import adding
 from holdfast.transfer.queue.desk import Change, Desk
@@ -75,14 +77,12 @@ class Putting:
         length = self._desk.block_samples
         for begin in range(0, len(items), length):
             some = {one.key: one for one in items[begin : begin + length]}
-            while True:
-                try:
-                    await self._put(some, added, deadline)
-                    break
-                except LeaseLost:
-                    if self._desk.runtime.now() >= deadline:
-                        raise
+            await self._in_one_life(partial(self._put, some, added, deadline), deadline)
         return added
+
+    async def _in_one_life(self, work: Callable[[], Awaitable[None]], deadline: float) -> None:
+        """Do it; a member whose lease has ended joins again, and does all of it again."""
+        await insist(self._desk.runtime, work, on=LeaseLost, until=deadline)
 
     async def _put(self, items: dict[str, Item], added: dict[str, bool], deadline: float) -> None:
         new = {key: items[key] for key in self._desk.view.unknown(items)}
@@ -202,13 +202,7 @@ class Putting:
         self, fields: Mapping[str, Mapping[str, object]], deadline: float
     ) -> None:
         """Add fields to samples that are there."""
-        while True:
-            try:
-                await self._put_fields(fields, deadline)
-                return
-            except LeaseLost:
-                if self._desk.runtime.now() >= deadline:
-                    raise
+        await self._in_one_life(partial(self._put_fields, fields, deadline), deadline)
 
     async def _put_fields(
         self, fields: Mapping[str, Mapping[str, object]], deadline: float
@@ -277,10 +271,12 @@ class Putting:
 
 def _check(items: Sequence[Item]) -> None:
     keys = [one.key for one in items]
-    if set(map(type, keys)) != {str} or not "".join(keys).isprintable():
-        for key in keys:
-            check_key(key)
-    if "" in keys or max(map(len, keys), default=0) * 4 > MAX_KEY_BYTES:
+    if (
+        set(map(type, keys)) != {str}
+        or not "".join(keys).isprintable()
+        or "" in keys
+        or max(map(len, keys)) * 4 > MAX_KEY_BYTES
+    ):
         for key in keys:
             check_key(key)
     if len(set(keys)) != len(keys):

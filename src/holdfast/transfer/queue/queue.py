@@ -16,39 +16,46 @@ sample, its payloads are deleted. `plan.py` has the rules.
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from holdfast.errors import HoldfastError, LeaseLost, Mistake, NotFound, TimedOut
 from holdfast.ledger import Ledger, LiveRuntime, Runtime
 from holdfast.ledger.records import update
-from holdfast.timeouts import DEFAULTS
+from holdfast.retry import insist
+from holdfast.timeouts import Timeouts
 from holdfast.transfer.frame import check_key
 from holdfast.transfer.queue.batch import Batch, fetch
 from holdfast.transfer.queue.claiming import Claiming
-from holdfast.transfer.queue.desk import CALL_S, Desk
+from holdfast.transfer.queue.desk import Desk
+from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.putting import Item, Putting, behind
 from holdfast.transfer.queue.records import Config, Keys, Sample
 from holdfast.transfer.queue.samplers import Sampler, in_order
 from holdfast.transfer.queue.tidying import Tidying
 from holdfast.transfer.store import Store
 
-__all__ = ["LEASE_S", "Queue", "Tasks"]
+__all__ = ["Parts", "Queue", "Tasks"]
 
-LEASE_S = DEFAULTS.member_lease_s
 MAX_CLAIM = 10_000
 MAX_TASKS = 16
 
 Tasks = Mapping[str, Iterable[str]] | Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a queue is put together from: a factory for each of its parts."""
+
+    desk: Callable[[Runtime, Keys, str, float, Timeouts], Desk] = Desk
+    putting: type[Putting] = Putting
+    claiming: Callable[[Desk, Store, Tidying, str, Seat], Claiming] = Claiming
+    tidying: type[Tidying] = Tidying
+
+
 class Queue:
     """A queue, as one process takes part in it. Use `async with`."""
-
-    desk_kind = Desk
-    putting_kind = Putting
-    claiming_kind = Claiming
-    tidying_kind = Tidying
 
     def __init__(
         self,
@@ -61,13 +68,16 @@ class Queue:
         member: str = "member",
         max_samples: int = 100_000,
         max_bytes: int = 1 << 40,
-        lease_s: float = LEASE_S,
+        lease_s: float | None = None,
         runtime: Runtime | None = None,
+        timeouts: Timeouts | None = None,
+        parts: Parts = Parts(),  # noqa: B008 -- frozen
     ) -> None:
         """Tasks are names, or names with the fields that each needs; None: as they are.
 
         The first who opens a queue decides its tasks and limits; the tasks of others must be
-        the same, and their limits are not looked at.
+        the same, and their limits are not looked at. `timeouts` are those of the ledger,
+        and `lease_s` is theirs, unless told.
         """
         self.name = name
         self._place = f"{run}/{name}"
@@ -78,11 +88,13 @@ class Queue:
         self.runtime = runtime or LiveRuntime(ledger)
         self._store = store
         self.keys = Keys(run, name)
-        self._desk = self.desk_kind(self.runtime, self.keys, member, lease_s)
-        self._tidying = self.tidying_kind(self._desk, store, self._place)
-        self._putting = self.putting_kind(self._desk, store, self._tidying, self._place)
+        self.timeouts = times = timeouts or ledger.timeouts
+        self._lease_s = times.member_lease_s if lease_s is None else lease_s
+        self._parts = parts
+        self._desk = parts.desk(self.runtime, self.keys, member, self._lease_s, times)
+        self._tidying = parts.tidying(self._desk, store, self._place)
+        self._putting = parts.putting(self._desk, store, self._tidying, self._place)
         self._at_work: asyncio.Task[None] | None = None
-        self._lease_s = lease_s
 
     async def __aenter__(self) -> Self:
         await self._configure()
@@ -111,7 +123,9 @@ class Queue:
             if await self.runtime.ledger.get(key) is None:
                 raise NotFound(f"there is no queue {self.name!r}: open it with its tasks first")
             return
-        stored = await update(self.runtime, key, Config, lambda there: there or wanted)
+        stored = await update(
+            self.runtime, key, Config, lambda there: there or wanted, repeatable=True
+        )
         assert stored is not None
         if stored.record.tasks != wanted.tasks:
             raise Mistake(
@@ -125,7 +139,9 @@ class Queue:
         assert self._desk.view.config is not None
         return self._desk.view.config
 
-    async def put(self, items: Sequence[Item], *, timeout_s: float = CALL_S) -> dict[str, bool]:
+    async def put(
+        self, items: Sequence[Item], *, timeout_s: float | None = None
+    ) -> dict[str, bool]:
         """Add samples; True for each that is new. Waits while the queue is full.
 
         `NoRoom` when it stays full, saying which task holds it up. All or nothing per block
@@ -134,7 +150,7 @@ class Queue:
         return await self._putting.put(items, self._desk.deadline(timeout_s))
 
     async def put_fields(
-        self, fields: Mapping[str, Mapping[str, object]], *, timeout_s: float = CALL_S
+        self, fields: Mapping[str, Mapping[str, object]], *, timeout_s: float | None = None
     ) -> None:
         """Add fields to samples that are there. A field that is there already stays as it is."""
         await self._putting.put_fields(fields, self._desk.deadline(timeout_s))
@@ -150,7 +166,7 @@ class Queue:
         max_lag: int | None = None,
         version: int | None = None,
         apart: Collection[str] = (),
-        timeout_s: float = CALL_S,
+        timeout_s: float | None = None,
     ) -> Batch:
         """Claim `n` samples for a task, or exactly those with these keys.
 
@@ -173,20 +189,19 @@ class Queue:
         if n is not None and not 1 <= (least or n) <= n <= MAX_CLAIM:
             raise Mistake(f"claim 1 to {MAX_CLAIM} samples at once (least {least}), not {n}")
         deadline = self._desk.deadline(timeout_s)
-        while True:
-            seat = await self._desk.seat()
-            claiming = self.claiming_kind(self._desk, self._store, self._tidying, task, seat)
-            try:
-                if n is not None:
-                    return await claiming.some(
-                        n, least or n, sampler, max_lag, version, deadline, apart
-                    )
-                return await claiming.exactly(list(keys or ()), deadline)
-            except LeaseLost:
-                if self.runtime.now() >= deadline:
-                    raise
 
-    async def samples(self, keys: Iterable[str], *, timeout_s: float = CALL_S) -> list[Sample]:
+        async def in_one_life() -> Batch:
+            seat = await self._desk.seat()
+            claiming = self._parts.claiming(self._desk, self._store, self._tidying, task, seat)
+            if n is None:
+                return await claiming.exactly(list(keys or ()), deadline)
+            return await claiming.some(n, least or n, sampler, max_lag, version, deadline, apart)
+
+        return await insist(self.runtime, in_one_life, on=LeaseLost, until=deadline)
+
+    async def samples(
+        self, keys: Iterable[str], *, timeout_s: float | None = None
+    ) -> list[Sample]:
         """What is known of these samples, in this order; `NotFound` when one is not there."""
         wanted, view = list(keys), self._desk.view
         if any(key not in view.where for key in wanted):

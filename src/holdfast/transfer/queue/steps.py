@@ -9,14 +9,18 @@ record goes, and `finished/TASK` says so: whoever comes back with an older check
 the samples it would need are consumed, and is not given others in their place.
 """
 
-from holdfast.errors import Fenced, Gone, Mistake, Retriable, TimedOut, UnknownOutcome
+from holdfast.errors import Fenced, Gone, Mistake, TimedOut
 from holdfast.ledger import Delete, absent
 from holdfast.ledger.records import Record, decode, load, put, update
+from holdfast.retry import Policy, insist
 from holdfast.transfer.queue.batch import Batch
 from holdfast.transfer.queue.queue import Queue
 from holdfast.transfer.queue.samplers import Sampler, in_order
 
 __all__ = ["Finished", "StepRecord", "Steps"]
+
+_LOOKS = Policy(base_s=0.005, factor=1.5, max_s=0.2, jitter=0.0)
+"""How often to look for a step that another rank is about to write."""
 
 
 class StepRecord(Record, frozen=True):
@@ -44,6 +48,10 @@ class Steps:
     def _key(self, step: int) -> str:
         return f"{self._prefix}{step:012d}"
 
+    def _deadline(self, timeout_s: float | None) -> float:
+        limit_s = self._queue.timeouts.step_wait_s if timeout_s is None else timeout_s
+        return self._runtime.now() + limit_s
+
     async def lead(
         self,
         step: int,
@@ -52,10 +60,10 @@ class Steps:
         sampler: Sampler = in_order,
         max_lag: int | None = None,
         version: int | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
     ) -> Batch:
         """Claim the batch of a step: the one that is written, or a new one, which is written."""
-        deadline = self._runtime.now() + timeout_s
+        deadline = self._deadline(timeout_s)
         while True:
             stored = await load(self._runtime.ledger, self._key(step), StepRecord)
             left_s = max(0.0, deadline - self._runtime.now())
@@ -105,38 +113,30 @@ class Steps:
     async def _write(self, step: int, batch: Batch, deadline: float) -> bool:
         """Write a step's record, once, while its samples are ours; False when that fails."""
         key, record = self._key(step), StepRecord(keys=tuple(batch.keys))
-        while True:
-            try:
-                await self._runtime.ledger.txn([absent(key), batch.alive], [put(key, record)], [])
-                stored = await load(self._runtime.ledger, key, StepRecord)
-                return stored is not None and stored.record.keys == record.keys
-            except (Retriable, UnknownOutcome):
-                if self._runtime.now() >= deadline:
-                    raise
-                await self._runtime.sleep(0.1 + 0.1 * self._runtime.random.random())
 
-    async def follow(self, step: int, *, timeout_s: float = 600.0) -> tuple[str, ...]:
+        async def once() -> bool:
+            await self._runtime.ledger.txn([absent(key), batch.alive], [put(key, record)], [])
+            stored = await load(self._runtime.ledger, key, StepRecord)
+            return stored is not None and stored.record.keys == record.keys
+
+        return await insist(self._runtime, once, until=deadline)
+
+    async def follow(self, step: int, *, timeout_s: float | None = None) -> tuple[str, ...]:
         """The keys of a step that somebody else leads."""
-        deadline = self._runtime.now() + timeout_s
-        pause_s = 0.005
-        while True:
-            try:
-                stored = await load(self._runtime.ledger, self._key(step), StepRecord)
-                if stored is not None:
-                    return stored.record.keys
-                last = await load(self._runtime.ledger, self._finished, Finished)
-                if last is not None and last.record.step >= step:
-                    raise Gone(
-                        f"step {step} of {self._task!r} is finished and its samples are consumed: "
-                        "go on from the newest checkpoint"
-                    )
-            except (Retriable, UnknownOutcome):
-                if self._runtime.now() >= deadline:
-                    raise
-            if self._runtime.now() >= deadline:
-                raise TimedOut(f"nobody has begun step {step} of {self._task!r}")
-            await self._runtime.sleep(pause_s)
-            pause_s = min(0.2, 1.5 * pause_s)
+
+        async def look() -> tuple[str, ...]:
+            stored = await load(self._runtime.ledger, self._key(step), StepRecord)
+            if stored is not None:
+                return stored.record.keys
+            last = await load(self._runtime.ledger, self._finished, Finished)
+            if last is not None and last.record.step >= step:
+                raise Gone(
+                    f"step {step} of {self._task!r} is finished and its samples are consumed: "
+                    "go on from the newest checkpoint"
+                )
+            raise TimedOut(f"nobody has begun step {step} of {self._task!r}")
+
+        return await insist(self._runtime, look, until=self._deadline(timeout_s), pace=_LOOKS)
 
     async def written(self) -> dict[int, tuple[str, ...]]:
         """All steps that are begun and not done with."""
@@ -163,5 +163,6 @@ class Steps:
             self._finished,
             Finished,
             lambda last: Finished(step=max(step, last.step if last else 0)),
+            repeatable=True,
         )
         await self._runtime.ledger.txn([], [Delete(self._key(step))], [])

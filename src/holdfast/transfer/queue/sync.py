@@ -10,23 +10,24 @@ for its answer. A process that forks afterwards must open its own.
 """
 
 import contextlib
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from holdfast.ledger import open as open_ledger
 from holdfast.loopthread import LoopThread
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.queue.batch import Batch
-from holdfast.transfer.queue.desk import CALL_S
-from holdfast.transfer.queue.putting import Item
-from holdfast.transfer.queue.queue import LEASE_S, Queue, Tasks
+from holdfast.transfer.queue.queue import Queue, Tasks
 from holdfast.transfer.queue.records import Sample
-from holdfast.transfer.queue.samplers import Sampler, in_order
 from holdfast.transfer.store import Store
 from holdfast.transfer.url import connect
 
 __all__ = ["SyncBatch", "SyncQueue", "open_queue"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Coro = Coroutine[Any, Any, T]
 
 
 def open_queue(
@@ -39,14 +40,17 @@ def open_queue(
     member: str = "member",
     max_samples: int = 100_000,
     max_bytes: int = 1 << 40,
-    lease_s: float = LEASE_S,
+    lease_s: float | None = None,
+    timeouts: Timeouts = DEFAULTS,
 ) -> "SyncQueue":
     """Take part in a queue. Close it, or use `with`. A store given by its URL is closed, too."""
     loop, stack = LoopThread("holdfast-queue"), contextlib.AsyncExitStack()
 
     async def opened() -> Queue:
-        place = stack.enter_context(connect(store)) if isinstance(store, str) else store
-        ledger = await stack.enter_async_context(open_ledger(ledger_url))
+        place = connect(store, timeouts=timeouts) if isinstance(store, str) else store
+        if place is not store:
+            stack.enter_context(place)
+        ledger = await stack.enter_async_context(open_ledger(ledger_url, timeouts=timeouts))
         queue = Queue(
             place,
             ledger,
@@ -69,6 +73,30 @@ def open_queue(
     return SyncQueue(loop, stack, queue)
 
 
+def _waiting(method: Callable[Concatenate[Any, P], Coro[T]]) -> Callable[Concatenate[Any, P], T]:
+    """The same method of a queue or of a batch; it waits for the answer."""
+
+    @functools.wraps(method)
+    def call(self: "SyncQueue | SyncBatch", /, *args: P.args, **how: P.kwargs) -> T:
+        twin = self.queue if isinstance(self, SyncQueue) else self.batch
+        work: Coro[T] = getattr(twin, method.__name__)(*args, **how)
+        return self.run(work)
+
+    return call
+
+
+def _claiming(
+    method: Callable[Concatenate[Any, P], Coro[Batch]],
+) -> Callable[Concatenate[Any, P], "SyncBatch"]:
+    claim = _waiting(method)
+
+    @functools.wraps(method)
+    def call(self: "SyncQueue", /, *args: P.args, **how: P.kwargs) -> "SyncBatch":
+        return SyncBatch(self, claim(self, *args, **how))
+
+    return call
+
+
 class SyncQueue:
     """A queue whose calls wait. Made by `open_queue`."""
 
@@ -76,6 +104,12 @@ class SyncQueue:
         self._loop = loop
         self._stack = stack
         self.queue = queue
+
+    put = _waiting(Queue.put)
+    put_fields = _waiting(Queue.put_fields)
+    claim = _claiming(Queue.claim)
+    samples = _waiting(Queue.samples)
+    tidy = _waiting(Queue.tidy)
 
     def __enter__(self) -> Self:
         return self
@@ -91,86 +125,32 @@ class SyncQueue:
             finally:
                 self._loop.stop()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coro[T]) -> T:
         """Run something in the queue's own event loop, and wait for it."""
         return self._loop.run(work)
-
-    def put(self, items: Sequence[Item], *, timeout_s: float = CALL_S) -> dict[str, bool]:
-        """See `Queue.put`."""
-        return self._loop.run(self.queue.put(items, timeout_s=timeout_s))
-
-    def put_fields(
-        self, fields: Mapping[str, Mapping[str, object]], *, timeout_s: float = CALL_S
-    ) -> None:
-        """See `Queue.put_fields`."""
-        self._loop.run(self.queue.put_fields(fields, timeout_s=timeout_s))
-
-    def claim(
-        self,
-        task: str,
-        n: int | None = None,
-        *,
-        keys: Sequence[str] | None = None,
-        sampler: Sampler = in_order,
-        least: int | None = None,
-        max_lag: int | None = None,
-        version: int | None = None,
-        timeout_s: float = CALL_S,
-    ) -> "SyncBatch":
-        """See `Queue.claim`."""
-        batch = self._loop.run(
-            self.queue.claim(
-                task,
-                n,
-                keys=keys,
-                sampler=sampler,
-                least=least,
-                max_lag=max_lag,
-                version=version,
-                timeout_s=timeout_s,
-            )
-        )
-        return SyncBatch(self._loop, batch)
-
-    def samples(self, keys: Iterable[str]) -> list[Sample]:
-        """See `Queue.samples`."""
-        return self._loop.run(self.queue.samples(keys))
 
     def behind(self) -> dict[str, int]:
         """See `Queue.behind`."""
         return self.queue.behind()
 
-    def tidy(self) -> None:
-        """See `Queue.tidy`."""
-        self._loop.run(self.queue.tidy())
-
 
 class SyncBatch:
-    """A batch whose calls wait."""
+    """A batch whose calls wait. Its properties are those of `Batch`."""
 
-    def __init__(self, loop: LoopThread, batch: Batch) -> None:
-        self._loop = loop
+    def __init__(self, queue: SyncQueue, batch: Batch) -> None:
+        self.run = queue.run
         self.batch = batch
+        self.samples: list[Sample] = batch.samples
+        self.already, self.dropped = batch.already, batch.dropped
+
+    fetch = _waiting(Batch.fetch)
+    acknowledge = _waiting(Batch.acknowledge)
+    release = _waiting(Batch.release)
 
     @property
     def keys(self) -> list[str]:
         """See `Batch.keys`."""
         return self.batch.keys
-
-    @property
-    def samples(self) -> list[Sample]:
-        """See `Batch.samples`."""
-        return self.batch.samples
-
-    @property
-    def already(self) -> list[str]:
-        """See `Batch.already`."""
-        return self.batch.already
-
-    @property
-    def dropped(self) -> list[str]:
-        """See `Batch.dropped`."""
-        return self.batch.dropped
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -180,15 +160,3 @@ class SyncBatch:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def fetch(self, fields: Iterable[str] | None = None) -> list[dict[str, Any]]:
-        """See `Batch.fetch`."""
-        return self._loop.run(self.batch.fetch(fields))
-
-    def acknowledge(self, keys: Iterable[str] | None = None) -> None:
-        """See `Batch.acknowledge`."""
-        self._loop.run(self.batch.acknowledge(keys))
-
-    def release(self) -> None:
-        """See `Batch.release`."""
-        self._loop.run(self.batch.release())

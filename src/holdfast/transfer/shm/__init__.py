@@ -42,6 +42,7 @@ its memory is given back can end in SIGBUS. Memory taken with a fork that Python
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import Mistake
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend
 from holdfast.transfer.shm.backend import ShmBackend
 from holdfast.transfer.shm.folder import Listed, parse_size, remove, stores
@@ -50,11 +51,12 @@ from holdfast.transfer.url import options
 __all__ = ["Listed", "from_url", "remove", "store_name", "stores"]
 
 
-def from_url(url: str) -> Backend:
+def from_url(url: str, timeouts: Timeouts = DEFAULTS) -> Backend:
     """The back end of `shm://NAME[?budget=4G&segment=64M]`."""
     found = options(url, {"budget", "segment"})
     sizes = {what: parse_size(text, what) for what, text in found.items()}
-    return ShmBackend(store_name(url), sizes.get("segment"), sizes.get("budget"))
+    name, limit_s = store_name(url), timeouts.store_lock_s
+    return ShmBackend(name, sizes.get("segment"), sizes.get("budget"), limit_s)
 
 
 def store_name(url: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import Gone, Mistake, Unavailable
+from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.backend import Backend, Bytes, Frame, Stat, Stored
 from holdfast.transfer.frame import Ref
 from holdfast.transfer.shm import burial
@@ -33,9 +34,17 @@ _all: "weakref.WeakSet[ShmBackend]" = weakref.WeakSet()
 class ShmBackend(Backend):
     """Frames in shared memory."""
 
-    def __init__(self, name: str, segment: int | None = None, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        segment: int | None = None,
+        budget: int | None = None,
+        limit_s: float = DEFAULTS.store_lock_s,
+    ) -> None:
+        """`limit_s` is how long to wait for a lock that another process holds."""
         self._name = name
-        self._session: Session | None = Session(name, segment, budget)
+        self._limit_s = limit_s
+        self._session: Session | None = Session(name, segment, budget, limit_s)
         self._closed = False
         _all.add(self)
 
@@ -44,7 +53,7 @@ class ShmBackend(Backend):
         if self._closed:
             raise Mistake(f"the store {self._name} has been closed")
         if self._session is None:
-            self._session = Session(self._name, None, None)
+            self._session = Session(self._name, None, None, self._limit_s)
         self._session.check()
         return self._session
 

@@ -33,18 +33,11 @@ def bury(locks: Locks, groups: list[Group], *, wait: bool) -> list[Group]:
     """
     left: list[Group] = []
     for batch, positions in groups:
-        name = batch.segment.name
         faults.point(FOUND)
-        if wait:
-            fd: int | None = locks.wait(name, exclusive=False)
-        else:
-            fd = locks.take(name, exclusive=False)
-        if fd is None:
-            left.append((batch, positions))
-            continue
-        try:
-            faults.point(LOCKED)
-            if batch.void():
+        with locks.held(batch.segment.name, exclusive=False, wait=wait) as locked:
+            if locked:
+                faults.point(LOCKED)
+            if not locked or batch.void():
                 left.append((batch, positions))
                 continue
             dead = batch.dead()
@@ -55,8 +48,6 @@ def bury(locks: Locks, groups: list[Group], *, wait: bool) -> list[Group]:
             faults.point(HALF)
             dead[positions[middle:]] = 1
             faults.point(DELETED)
-        finally:
-            locks.drop(fd)
     return left
 
 
@@ -90,22 +81,15 @@ def part_twins(catalog: Catalog, locks: Locks) -> None:
         for name in names
         if index.live(name) and index.version(name) == index.version(index.tops[key])
     ]
-    fd = locks.take(_TWINS, exclusive=True, create=True) if pairs else None
-    if fd is None:
+    if not pairs:
         return
-    try:
+    with locks.held(_TWINS, exclusive=True, create=True, wait=False) as alone:
+        if not alone:
+            return
         for copy, survivor in pairs:
-            stays = index.batch(survivor)
-            if stays is None:
+            if (stays := index.batch(survivor)) is None:
                 continue
-            holding = locks.take(stays.segment.name, exclusive=False)
-            if holding is None:
-                continue
-            try:
-                if index.live(survivor):
+            with locks.held(stays.segment.name, exclusive=False, wait=False) as holding:
+                if holding and index.live(survivor):
                     bury(locks, index.groups([copy]), wait=False)
-            finally:
-                locks.drop(holding)
-    finally:
-        locks.drop(fd)
     index.forget([copy for copy, _ in pairs if not index.live(copy)])

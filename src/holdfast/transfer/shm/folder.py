@@ -101,13 +101,15 @@ def _make(path: Path) -> None:
         )
 
 
-def open_folder(name: str, segment: int | None, budget: int | None) -> tuple[Path, Locks, Config]:
+def open_folder(
+    name: str, segment: int | None, budget: int | None, limit_s: float
+) -> tuple[Path, Locks, Config]:
     """Open a store, or make it. The locks hold the user's part in it until they are dropped."""
     folder = _base() / check_name(name)
     if not SHARED.is_dir():
         raise Unavailable(f"there is no {SHARED}: shm:// needs shared memory as Linux has it")
     for _ in range(_ATTEMPTS):
-        locks = Locks(folder)
+        locks = Locks(folder, limit_s)
         try:
             _make(folder.parent)
             _make(folder)

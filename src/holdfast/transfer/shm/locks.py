@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from holdfast.errors import Unavailable
+from holdfast.timeouts import DEFAULTS
 
-__all__ = ["LIMIT_S", "Locks"]
+__all__ = ["Locks"]
 
-LIMIT_S = 5.0
-"""How long to wait for a lock that is only ever held for a moment."""
+# Locks are held for a moment: the first look comes at once, and later ones cost little.
 _FIRST_S = 0.0002
 _MOST_S = 0.02
 
@@ -26,8 +26,9 @@ _MOST_S = 0.02
 class Locks:
     """The locks that one opened store holds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limit_s: float = DEFAULTS.store_lock_s) -> None:
         self._folder = str(folder)
+        self._limit_s = limit_s
         self._held: set[int] = set()
         self._mutex = threading.Lock()
 
@@ -47,17 +48,15 @@ class Locks:
             self._held.add(fd)
         return fd
 
-    def wait(
-        self, name: str, *, exclusive: bool, create: bool = False, limit_s: float = LIMIT_S
-    ) -> int:
+    def wait(self, name: str, *, exclusive: bool, create: bool = False) -> int:
         """Lock a file as soon as nobody is in the way. Raises `Unavailable`."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + self._limit_s
         pause_s = _FIRST_S
         while (fd := self.take(name, exclusive=exclusive, create=create)) is None:
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"{self._folder}/{name} has been locked by another process for {limit_s:g} s: "
-                    "it may be stopped (see `stores()` or `fuser`)"
+                    f"{self._folder}/{name} has been locked by another process for "
+                    f"{self._limit_s:g} s: it may be stopped (see `stores()` or `fuser`)"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_S)
@@ -72,13 +71,17 @@ class Locks:
         os.close(fd)
 
     @contextlib.contextmanager
-    def held(self, name: str, *, exclusive: bool, create: bool = False) -> Iterator[None]:
-        """Hold a lock for a block."""
-        fd = self.wait(name, exclusive=exclusive, create=create)
+    def held(
+        self, name: str, *, exclusive: bool, create: bool = False, wait: bool = True
+    ) -> Iterator[bool]:
+        """Hold a lock for a block. False if somebody is in the way who is not waited for."""
+        lock = self.wait if wait else self.take
+        fd = lock(name, exclusive=exclusive, create=create)
         try:
-            yield
+            yield fd is not None
         finally:
-            self.drop(fd)
+            if fd is not None:
+                self.drop(fd)
 
     def abandon(self, *, keep: Collection[int] = ()) -> None:
         """Close everything: the end, or a child that must not keep its parent's locks.

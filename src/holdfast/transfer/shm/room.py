@@ -19,6 +19,8 @@ One segment of the budget is kept back for compaction, which needs somewhere to 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast import faults
@@ -90,7 +92,7 @@ class Room:
         """The rest of one of our segments, or one in which nothing lives."""
         mine = self._catalog.owned(self._writer.slots)
         for one in mine:
-            if one.batches and one.free() >= need and one.living() and self._append_to(one):
+            if one.batches and one.free() >= need and one.living() and self._writer.append_to(one):
                 return one
         for one in mine:
             if one.living() or not self._suits(one, need):
@@ -111,15 +113,11 @@ class Room:
             return need <= size <= need * 5 // 4
         return size == self._segment or (not self._reserve and need <= size < self._segment)
 
-    def _append_to(self, segment: Segment) -> bool:
-        return self._writer.append_to(segment)
-
     def _anew(self, segment: Segment, size: int = 0) -> bool:
         """Begin a new life of a segment of ours and open it; with a size, give it memory."""
-        fd = self._exclusive(segment)
-        if fd is None:
-            return False
-        try:
+        with self._exclusive(segment) as alone:
+            if not alone:
+                return False
             faults.point(REUSE)
             table, number = segment.table, segment.number
             if segment.living() or (not size and segment.taken() < table.size(number)):
@@ -135,9 +133,7 @@ class Room:
                     return False
                 segment.begin(segment.life)
                 segment.map()
-        finally:
-            self._locks.drop(fd)
-        return self._append_to(segment)
+        return self._writer.append_to(segment)
 
     # Growing
 
@@ -177,7 +173,7 @@ class Room:
                 return None
         self._catalog.scan(slot, self._catalog.board[slot])
         segment = self._catalog.segments[slot, table.count - 1]
-        return segment if self._append_to(segment) else None
+        return segment if self._writer.append_to(segment) else None
 
     def _allocate(self, path: Path, size: int) -> bool:
         """Put memory behind a file. Later, what is missing would be a SIGBUS."""
@@ -226,10 +222,9 @@ class Room:
         return self._grow(need) or self._grow(need, smaller=True)
 
     def _release(self, segment: Segment) -> int:
-        fd = self._exclusive(segment)
-        if fd is None:
-            return 0
-        try:
+        with self._exclusive(segment) as alone:
+            if not alone:
+                return 0
             faults.point(RELEASE)
             # Its owner may have put something here since we last looked. Now nobody can.
             self._catalog.refresh()
@@ -245,8 +240,6 @@ class Room:
             freed = segment.give_back(0, segment.low // PAGE * PAGE)
             faults.point(RELEASED)
             return freed
-        finally:
-            self._locks.drop(fd)
 
     def trim(self, *, ending: bool = False) -> int:
         """Give back the memory of idle segments, or of all that nobody can want, at the end.
@@ -273,27 +266,21 @@ class Room:
         """Whether a slot is ours or has no living owner."""
         if slot in self._writer.slots:
             return True
-        fd = self._locks.take(f"w{slot}", exclusive=True)
-        if fd is not None:
-            self._locks.drop(fd)
-        return fd is not None
+        with self._locks.held(f"w{slot}", exclusive=True, wait=False) as free:
+            return free
 
     # Compaction
 
     def _compacted(self, need: int) -> Segment | None:
         """Move what lives in mostly dead segments together."""
-        fd = self._locks.take(_COMPACT, exclusive=True, create=True)
-        if fd is None:
-            raise NoRoom(f"{self._catalog.folder}: another process is making room just now")
-        try:
+        with self._locks.held(_COMPACT, exclusive=True, create=True, wait=False) as alone:
+            if not alone:
+                raise NoRoom(f"{self._catalog.folder}: another process is making room just now")
             for source in mostly_dead(self._catalog):
-                held = self._exclusive(source)
-                if held is None:
-                    continue
-                try:
+                with self._exclusive(source) as ours:
+                    if not ours:
+                        continue
                     moved = move(self._catalog, self._writer, source, self._place_for)
-                finally:
-                    self._locks.drop(held)
                 self._writer.close_segment()
                 if not moved:
                     continue
@@ -303,8 +290,6 @@ class Room:
                 if found := self._own(need) or self._released(need):
                     return found
             return None
-        finally:
-            self._locks.drop(fd)
 
     def _place_for(self, need: int, source: Segment) -> Segment | None:
         """Where the values of `source` can be moved to."""
@@ -312,18 +297,19 @@ class Room:
             if one is source:
                 continue
             if one.living():
-                usable = one.free() >= need and self._append_to(one)
+                usable = one.free() >= need and self._writer.append_to(one)
             else:
                 usable = self._suits(one, need) and self._anew(one)
             if usable:
                 return one
         return self._grow(need, smaller=True, reserve=True)
 
-    def _exclusive(self, segment: Segment) -> int | None:
-        fd = self._locks.take(segment.name, exclusive=True)
-        if fd is None:
-            self._busy.add(segment.name)
-        return fd
+    @contextmanager
+    def _exclusive(self, segment: Segment) -> Iterator[bool]:
+        with self._locks.held(segment.name, exclusive=True, wait=False) as alone:
+            if not alone:
+                self._busy.add(segment.name)
+            yield alone
 
     def _none(self, need: int) -> Segment:
         segments = self._catalog.segments.values()

@@ -7,6 +7,7 @@ its life is looked at again afterwards; `Batch.void` is asked before anything is
 
 import mmap
 import os
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,42 +20,28 @@ from holdfast.transfer.shm.tables import Table
 __all__ = ["Batch", "Segment"]
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """A committed batch: where its values are, and which of them are dead."""
 
-    __slots__ = (
-        "count",
-        "dead_at",
-        "generation",
-        "keys",
-        "life",
-        "number",
-        "segment",
-        "sizes",
-        "stamp",
-        "starts",
-        "versions",
-    )
+    segment: "Segment"
+    header: InitVar[Header]
+    keys: list[str]
+    sizes: Ints
+    versions: tuple[Ints, Ints] | None
+    number: int = field(init=False, default=0)
+    """Given by the index."""
+    life: int = field(init=False)
+    count: int = field(init=False)
+    dead_at: int = field(init=False)
+    generation: int = field(init=False)
+    stamp: int = field(init=False)
+    starts: Ints = field(init=False)
 
-    def __init__(
-        self,
-        segment: "Segment",
-        header: Header,
-        keys: list[str],
-        sizes: Ints,
-        versions: tuple[Ints, Ints] | None,
-    ) -> None:
-        self.number = 0  # given by the index
-        self.segment = segment
-        self.life = header.life
-        self.count = header.count
-        self.dead_at = header.dead_at
-        self.generation = header.generation
-        self.stamp = header.stamp
-        self.keys = keys
-        self.sizes = sizes
-        self.versions = versions
-        self.starts = starts(header.at, header.directory, sizes)
+    def __post_init__(self, header: Header) -> None:
+        self.life, self.count, self.dead_at = header.life, header.count, header.dead_at
+        self.generation, self.stamp = header.generation, header.stamp
+        self.starts = starts(header.at, header.directory, self.sizes)
 
     def void(self) -> bool:
         """Whether the segment has been filled anew since."""

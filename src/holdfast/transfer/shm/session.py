@@ -43,12 +43,12 @@ Found = tuple[Batch, Ints, Ints]
 class Session:
     """A store that is open in this process."""
 
-    def __init__(self, name: str, segment: int | None, budget: int | None) -> None:
+    def __init__(self, name: str, segment: int | None, budget: int | None, limit_s: float) -> None:
         self.mutex = threading.RLock()
         self.viewing: set[int] = set()
         """The locks of the views that are open."""
         self.writing = threading.RLock()
-        self.folder, self.locks, self.config = open_folder(name, segment, budget)
+        self.folder, self.locks, self.config = open_folder(name, segment, budget, limit_s)
         try:
             self.catalog = Catalog(self.folder)
             self._board = f"{self.folder}/board"

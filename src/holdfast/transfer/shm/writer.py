@@ -14,6 +14,7 @@ exclusive lock knows that nobody appends.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -38,29 +39,26 @@ ROW = faults.declare("shm.put.row", "the row tells of the batch, which is not co
 COMMITTED = faults.declare("shm.put.committed", "committed; replaced values are not buried")
 
 
+@dataclass(slots=True)
 class Draft:
     """A batch whose frames are in their places, and that is not committed."""
 
-    def __init__(
-        self,
-        segment: Segment,
-        keys: list[str],
-        sizes: Ints,
-        directory: bytes,
-        generation: int,
-        stamp: int,
-        versions: tuple[Ints, Ints] | None,
-    ) -> None:
-        self.segment = segment
-        self.keys = keys
-        self.sizes = sizes
-        self.directory = directory
-        self.generation = generation
-        self.stamp = stamp
-        self.versions = versions
-        self.starts = starts(segment.end, len(directory), sizes)
+    segment: Segment
+    keys: list[str]
+    sizes: Ints
+    directory: bytes
+    generation: int
+    stamp: int
+    versions: tuple[Ints, Ints] | None
+    starts: Ints = field(init=False)
+    total: int = field(init=False)
+    dead_at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        segment = self.segment
+        self.starts = starts(segment.end, len(self.directory), self.sizes)
         self.total = int(self.starts[-1]) - segment.end
-        self.dead_at = segment.low - len(keys)
+        self.dead_at = segment.low - len(self.keys)
         if segment.end + self.total > self.dead_at:
             raise AssertionError(f"{segment.name}: a batch does not fit: {self.total} bytes")
 

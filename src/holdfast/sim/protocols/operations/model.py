@@ -91,13 +91,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class OperationsProtocol(Protocol):
-    """The sound protocol. Broken variants replace one part each."""
+    """The sound protocol, with the trainer that it is given."""
 
     nodes = 4
     steps = 500
     net = True
-    trainer: type[Trainer] = Trainer
-    guarded = True
     policy = POLICY
     never = frozenset(
         # Nobody holds a lease here.
@@ -108,7 +106,9 @@ class OperationsProtocol(Protocol):
         )
     )
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: Callable[..., Trainer] = Trainer, *, guarded: bool = True) -> None:
+        self._trainer = trainer
+        self._guarded = guarded
         self._files: dict[tuple[int, int], bytes] = {}
         self._entries: dict[str, dict[int, Entry]] = {}
         self._results: dict[str, dict[int, Result]] = {}
@@ -150,8 +150,8 @@ class OperationsProtocol(Protocol):
         txn = await node.ledger.txn([held], [Put(EPOCH, b"%d" % epoch)])
         if not txn.succeeded:
             return
-        guards = [value_is(EPOCH, b"%d" % epoch)] if self.guarded else []
-        trainer = self.trainer(
+        guards = [value_is(EPOCH, b"%d" % epoch)] if self._guarded else []
+        trainer = self._trainer(
             node,
             KEYS,
             guards,

@@ -25,6 +25,7 @@ At the end the run has succeeded or failed, and every process has left.
 """
 
 import random
+from collections.abc import Callable
 
 import msgspec
 
@@ -128,13 +129,17 @@ class SimCrew:
 
 
 class RendezvousProtocol(Protocol):
-    """The sound protocol. Broken variants override one thing each."""
+    """The sound protocol, with the parts that it is given."""
 
-    rendezvous: type[Rendezvous] = Rendezvous
-    crew: type[SimCrew] = SimCrew
     steps = 400
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        rendezvous: Callable[..., Rendezvous] = Rendezvous,
+        crew: "type[SimCrew]" = SimCrew,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._crew = crew
         self.rules = Rules(minimum=3, maximum=5)
         self.failing = 0.03
         self.quitting = 0.1
@@ -200,9 +205,9 @@ class RendezvousProtocol(Protocol):
             domain="ab"[number % 2],
         )
         while True:
-            crew = self.crew(self, runtime, name)
+            crew = self._crew(self, runtime, name)
             try:
-                async with self.rendezvous(
+                async with self._rendezvous(
                     runtime, RUN, name, node, self.rules, lease_s=LEASE_S, unix=runtime.now
                 ) as rendezvous:
                     crew.rendezvous = rendezvous

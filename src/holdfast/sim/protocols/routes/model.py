@@ -24,18 +24,20 @@ import msgspec
 from holdfast.client.meaning import AGAIN, meaning_of, next_step
 from holdfast.errors import Exists, HoldfastError, Retriable, Unavailable, UnknownOutcome
 from holdfast.gateway.answers import Answer, Kind, Route
-from holdfast.gateway.desk import Desk, NaiveDesk, Patience, Sent
-from holdfast.gateway.routes import Routes
+from holdfast.gateway.desk import Desk, Sent
 from holdfast.jobs.decide import Verb
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.host import Host
+from holdfast.jobs.launcher import Ticket
 from holdfast.jobs.records import GONE, TOMBSTONES, Job, Keys
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import Batch, Runtime
 from holdfast.ledger.records import decode
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.protocols.routes.others import LateRoutes, NaiveDesk
 from holdfast.sim.protocols.routes.trainer import Call, Op, Reply, SimLauncher, Trainer
 from holdfast.sim.world import Node
+from holdfast.timeouts import Timeouts
 
 __all__ = ["RoutesProtocol"]
 
@@ -47,6 +49,7 @@ CALL_S = 30.0
 DOUBT_MIN_S, DOUBT_MAX_S, DOUBT_S = 0.1, 2.0, 30.0
 """How the client waits after a doubtful 404, and for how long in all."""
 GATEWAYS = {"n3": "g3", "n4": "g4"}
+TIMEOUTS = Timeouts(host_lease_s=6.0, submit_wait_s=3.0, poll_hold_s=6.0)
 
 
 def _secrets(runtime: Node) -> Callable[[], str]:
@@ -54,19 +57,11 @@ def _secrets(runtime: Node) -> Callable[[], str]:
 
 
 class RoutesProtocol(Protocol):
-    """The sound protocol. Broken variants replace one part each."""
+    """The sound protocol, with the parts that it is given."""
 
     nodes = 7
     steps = 900
     net = True
-    desk: type[Desk] = Desk
-    host: type[Host] = Host
-    jobs: type[Jobs] = Jobs
-    trainer: type[Trainer] = Trainer
-    resubmits = False
-    """Whether callers send a new operation when they do not hear of an old one."""
-    verifies = True
-    """Whether callers ask the control plane before they doubt a 404."""
     naive = False
 
     never = frozenset(
@@ -74,7 +69,26 @@ class RoutesProtocol(Protocol):
         {("expire", "net.sent"), ("expire", "net.answered")}
     )
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        desk: type[Desk] = Desk,
+        host: type[Host] = Host,
+        jobs: type[Jobs] = Jobs,
+        trainer: Callable[[Node, Ticket], Trainer] = Trainer,
+        *,
+        resubmits: bool = False,
+        verifies: bool = True,
+    ) -> None:
+        """`resubmits`: callers send a new operation when they do not hear of an old one.
+
+        `verifies`: callers ask the control plane before they doubt a 404.
+        """
+        self._desk = desk
+        self._host = host
+        self._jobs = jobs
+        self._trainer = trainer
+        self._resubmits = resubmits
+        self._verifies = verifies
         self._epochs: dict[str, int] = {}
         self._states: dict[str, list[tuple[float, str | None]]] = {
             f"{account}/{JOB}": [(0.0, None)] for account in ACCOUNTS
@@ -96,13 +110,13 @@ class RoutesProtocol(Protocol):
         world = runtime.world
         self._healed = lambda: world.healed
         self._now = world.loop.time
-        jobs = self.jobs(runtime, RUN, lambda: 1e9 + runtime.now())
+        jobs = self._jobs(runtime, RUN, lambda: 1e9 + runtime.now())
         if name == "n0":
             await self._use(jobs, runtime)
         elif name in ("n1", "n2"):
-            launcher = SimLauncher(runtime, self.trainer)
-            given: Any = {"lease_s": 6.0, "grace_s": 2.0, "new_secret": _secrets(runtime)}
-            await self.host(jobs, launcher, name, **given).run()
+            launcher = SimLauncher(runtime, self._trainer)
+            given: Any = {"grace_s": 2.0, "new_secret": _secrets(runtime), "timeouts": TIMEOUTS}
+            await self._host(jobs, launcher, name, **given).run()
         elif name in GATEWAYS:
             await self._gate(jobs, runtime, GATEWAYS[name])
         else:
@@ -136,9 +150,9 @@ class RoutesProtocol(Protocol):
         def lag() -> float:
             return runtime.random.choice((0.0, 0.0, 1.0, 10.0)) * runtime.random.random()
 
-        routes = Routes(jobs, lag=lag)
-        kind = NaiveDesk if self.naive else self.desk
-        desk = kind(runtime, routes, Patience(submit_wait_s=3.0, poll_hold_s=6.0))
+        routes = LateRoutes(jobs, lag)
+        kind = NaiveDesk if self.naive else self._desk
+        desk = kind(runtime, routes, TIMEOUTS)
 
         async def handle(call: Call) -> Reply:
             return await self._serve(desk, runtime, call)
@@ -201,7 +215,7 @@ class RoutesProtocol(Protocol):
                 reply = await self._ask(jobs, runtime, gateway, call)
             except (Unavailable, UnknownOutcome):
                 await runtime.sleep(1.0)
-                if self.resubmits and kind == "poll":
+                if self._resubmits and kind == "poll":
                     kind, number = "submit", number + 1
                 continue
             if reply.status == 200:
@@ -239,7 +253,7 @@ class RoutesProtocol(Protocol):
 
     async def _state(self, jobs: Jobs, account: str) -> str:
         """What the control plane says; nothing, if it does not answer."""
-        if not self.verifies:
+        if not self._verifies:
             return "RUNNING"
         with contextlib.suppress(HoldfastError):
             found = await jobs.find(account, JOB)

@@ -56,10 +56,9 @@ def op_key(account: str, job: str, seq: int) -> str:
 class Trainer(Running):
     """One incarnation."""
 
-    guarded = True
-
-    def __init__(self, node: Node, ticket: Ticket) -> None:
+    def __init__(self, node: Node, ticket: Ticket, *, guarded: bool = True) -> None:
         self._node = node
+        self._guarded = guarded
         who = (ticket.run, ticket.account, ticket.job, ticket.epoch, ticket.secret)
         self._who = Incarnation(*who)
         self._address = ""
@@ -100,7 +99,7 @@ class Trainer(Running):
 
     async def handle(self, call: Call) -> Reply:
         """Do what is asked, if it is meant for us."""
-        if self.guarded and not self._who.is_meant(call.headers):
+        if self._guarded and not self._who.is_meant(call.headers):
             return Reply(421)
         if call.kind == "poll":
             return await self._poll(call)
@@ -109,7 +108,7 @@ class Trainer(Running):
     async def _apply(self, call: Call) -> Reply:
         key = op_key(self._who.account, self._who.job, call.seq)
         op = Op(call.work, self._who.epoch)
-        guards = [self._who.guard()] if self.guarded else []
+        guards = [self._who.guard()] if self._guarded else []
         before = [] if call.seq == 1 else [key_before(call, self._who)]
         txn = await self._node.ledger.txn(
             [*guards, absent(key), *before], [Put(key, msgspec.json.encode(op))], [Get(key)]

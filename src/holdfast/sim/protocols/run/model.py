@@ -21,7 +21,7 @@ acknowledged, and nothing of it is left in the store.
 import contextlib
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -119,7 +119,7 @@ def _first() -> Any:
 
 
 class RunProtocol(Protocol):
-    """The sound protocol. Broken variants replace one part each."""
+    """The sound protocol, with the parts that it is given."""
 
     nodes = 6
     steps = 1000
@@ -128,13 +128,21 @@ class RunProtocol(Protocol):
     # Ranges are read by trainers, which have no lease, and by others before they have one. Who
     # reads a queue again after a compaction, or comes to the end, has one: too rare to ask for.
     never = frozenset({("expire", "range.sent"), ("expire", "range.answered")})
-    orchestrator: type[Orchestrator] = SimOrchestrator
-    steps_type: type[Steps] = Steps
-    trainer: type[Trainer] = Trainer
-    has_ended = staticmethod(has_ended)
-    guarded = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        orchestrator: type[Orchestrator] = SimOrchestrator,
+        records: type[Steps] = Steps,
+        trainer: Callable[..., Trainer] = Trainer,
+        ended: Callable[[Steps, Metrics], Awaitable[bool]] = has_ended,
+        *,
+        guarded: bool = True,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._records = records
+        self._trainer = trainer
+        self._ended = ended
+        self._guarded = guarded
         self._config = _config(0, 4, 1)
         self._reference = Reference(self._config)
         self._witness = Witness(self._reference)
@@ -185,10 +193,10 @@ class RunProtocol(Protocol):
         txn = await node.ledger.txn([held], [Put(EPOCH, b"%d" % epoch)])
         if not txn.succeeded:
             return
-        trainer = self.trainer(
+        trainer = self._trainer(
             node,
             TRAINED,
-            [value_is(EPOCH, b"%d" % epoch)] if self.guarded else [],
+            [value_is(EPOCH, b"%d" % epoch)] if self._guarded else [],
             compute=Compute(node),
             segments=lambda term: ToySegments(self._files, term),
             vault=lambda journal: Vault(node, lambda: journal.guards),
@@ -217,7 +225,7 @@ class RunProtocol(Protocol):
         while not node.net.is_free(address):  # a twin of ours
             await node.sleep(5.0)
         async with self._queue(node, "replica") as queue:
-            replica = SimReplica(node, address, self.steps_type(node, RUN), queue, self._repaired)
+            replica = SimReplica(node, address, self._records(node, RUN), queue, self._repaired)
             while not node.net.is_free(address):
                 await node.sleep(5.0)
             node.net.listen(address, replica.answer)
@@ -264,16 +272,16 @@ class RunProtocol(Protocol):
 
     async def _live(self, node: Node) -> None:
         """One life, as `orchestrator_process` has it."""
-        config, steps = self._config, self.steps_type(node, RUN)
+        config, steps = self._config, self._records(node, RUN)
         page: Any = Page(self._pages, METRICS)
         metrics = Metrics(page)
-        if await self.has_ended(steps, metrics):
+        if await self._ended(steps, metrics):
             return
         async with self._queue(node, "orchestrator") as queue:
             client = SimClient(node, sorted(TRAINERS.values()))
             model = await _model(client, steps, BASE, config)
             pool = SimPool(node, sorted(REPLICAS.values()), patience_s=config.rollout.patience_s)
-            await self.orchestrator(config, steps, queue, client, pool, model, metrics).run()
+            await self._orchestrator(config, steps, queue, client, pool, model, metrics).run()
 
     # ---- what is looked at ---------------------------------------------------------
 

@@ -8,28 +8,15 @@
 """
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
-import httpx
 import msgspec
 
-from holdfast.client.native import (
-    ANSWER_BYTES,
-    RESULT_BYTES,
-    RESULT_S,
-    SUBMIT,
-    Client,
-    Future,
-    _Answer,
-    _Pending,
-)
+from holdfast.client.native import ANSWER_BYTES, RESULT_BYTES, Client, _Answer
 from holdfast.errors import (
     BatchFailed,
     HoldfastError,
     Mistake,
-    Retriable,
-    TimedOut,
     Unavailable,
     UnknownOutcome,
 )
@@ -42,6 +29,7 @@ from holdfast.run.records import ModelRecord
 from holdfast.run.steps import Steps
 from holdfast.sim.protocols.run.toy import FLAKY, SPOILS, episode, luck_of, read_content, vault_key
 from holdfast.sim.world import Node
+from holdfast.timeouts import DEFAULTS
 from holdfast.trainer.wire.answers import Answer as HttpAnswer
 from holdfast.transfer.queue import Queue
 
@@ -60,30 +48,14 @@ class SimClient(Client):
         self._addresses = addresses
         self._address = node.random.choice(addresses)
         self._max_result_bytes = RESULT_BYTES
-
-    async def _call(
-        self, name: str, ask: Mapping[str, Any] | bytes, content_type: str = _JSON
-    ) -> dict[str, Any]:
-        """Send the same bytes until there is an answer."""
-        node = self._node
-        body = ask if isinstance(ask, bytes) else msgspec.json.encode(ask)
-        until = node.now() + SUBMIT.deadline_s
-        while node.now() < until:
-            try:
-                answer = await self._post(name, body, content_type, httpx.Timeout(CALL_S))
-                if answer.status != 200:
-                    raise answer.error(name)
-                return answer.json(name)
-            except Retriable:
-                await node.sleep(1.0 + node.random.random())
-        raise TimedOut(f"{name}: no answer within {SUBMIT.deadline_s:.3g} s")
+        self._clock, self.timeouts = node, DEFAULTS
 
     async def _post(
         self,
         name: str,
         body: bytes,
         content_type: str,
-        timeout: httpx.Timeout,  # noqa: ARG002 -- as in the client
+        limit_s: float,  # noqa: ARG002 -- as in the client
         accept: str = _JSON,
         limit: int = ANSWER_BYTES,  # noqa: ARG002
     ) -> _Answer:
@@ -99,32 +71,6 @@ class SimClient(Client):
             raise Unavailable(f"{name}: {error}") from None
         told = {"content-type": answer.content_type, **dict(answer.headers)}
         return _Answer(answer.status, told, answer.body)
-
-    def future(self, request_id: str) -> "SimFuture":
-        """Take up a future."""
-        return SimFuture(self, self._node, request_id)
-
-
-class SimFuture(Future):
-    """Polls by the simulated clock."""
-
-    def __init__(self, client: SimClient, node: Node, request_id: str) -> None:
-        super().__init__(client, request_id)
-        self._node = node
-
-    async def result(self, *, timeout_s: float = RESULT_S, accept: str = _JSON) -> Any:
-        """Poll until there is a result."""
-        until = self._node.now() + timeout_s
-        while self._node.now() < until:
-            pause_s = 0.2
-            try:
-                said = await self._client._poll(self.request_id, accept)
-                if not isinstance(said, _Pending):
-                    return said
-            except Retriable:
-                pause_s = 1.0
-            await self._node.sleep(pause_s)
-        raise TimedOut(f"no result of {self.request_id} after {timeout_s:.3g} s")
 
 
 class SimPool(Pool):

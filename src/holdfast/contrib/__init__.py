@@ -1,0 +1,1 @@
+"""Parts that plug Holdfast into other projects; imported only when asked for."""

@@ -1,0 +1,142 @@
+"""Playing schedules for people: what was tested, and the story of a failure."""
+
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from holdfast.sim.faults import Table, describe
+from holdfast.sim.pool import Find, Pool
+from holdfast.sim.runner import Failure, Make, Summary, play, shortest
+
+__all__ = ["Player", "commit_seed"]
+
+_SEEDS_PER_PAIR = 3
+"""With so many schedules for each pair of fault and step, every pair must have met."""
+_STORY_LINES = 60
+
+
+class Player:
+    """Plays protocols by their names and prints what came of it."""
+
+    def __init__(self, find: Find, command: str, *, steps: int | None, jobs: int | None) -> None:
+        """`find` knows the protocols; `command` replays a schedule."""
+        self._find = find
+        self._command = command
+        self._steps = steps
+        self._jobs = jobs
+        self._pool: Pool
+
+    def __enter__(self) -> "Player":
+        self._pool = Pool(self._find, self._jobs).__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.__exit__()
+
+    def holds(self, name: str, seeds: range) -> bool:
+        """Whether a protocol keeps its promises, and met every fault at every kind of step."""
+        summary = self._play(name, seeds)
+        _print_table(summary.table)
+        if summary.failure is not None:
+            self._tell(name, summary.failure)
+            return False
+        if missing := _missing(summary):
+            pairs = ", ".join(f"{fault} at {step}" for fault, step in missing)
+            click.echo(f"{name}: FAILED: never fired: {pairs}")
+        return not missing
+
+    def catches(self, name: str, seeds: range) -> bool:
+        """Whether one of the schedules breaks a protocol."""
+        for summary in self._pool.search(name, seeds, steps=self._steps):
+            if (found := summary.failure) is not None:
+                click.echo(f"  {name}: caught by seed {found.seed}: {found.violation}")
+                return True
+        click.echo(f"  {name}: NOT CAUGHT")
+        return False
+
+    def replay(self, name: str, seed: int) -> bool:
+        """Play exactly one schedule, and tell its story if it breaks a promise."""
+        failure, table = play(self._find(name), seed, steps=self._steps)
+        if failure is None:
+            steps, faults = table.steps.total(), table.fired.total()
+            click.echo(f"{name}: ok: seed {seed}, {steps} steps, {faults} faults")
+            return True
+        self._tell(name, failure)
+        return False
+
+    def _play(self, name: str, seeds: range) -> Summary:
+        began = shown = time.monotonic()
+        summary: Summary | None = None
+        terminal = sys.stderr.isatty()
+        for summary in self._pool.search(name, seeds, steps=self._steps):
+            if terminal and time.monotonic() - shown > 0.5:
+                shown = time.monotonic()
+                click.echo(f"\r{name}: {summary.schedules} of {len(seeds)} ", nl=False, err=True)
+        assert summary is not None
+        if terminal:
+            click.echo("\r\033[K", nl=False, err=True)
+        took_s = time.monotonic() - began
+        faults = summary.table.fired.total()
+        verdict = "BROKEN" if summary.failure else "ok"
+        click.echo(
+            f"{name}: {verdict}: {summary.schedules} schedules from seed {seeds.start}, "
+            f"{summary.steps} steps, {faults} faults, {took_s:.1f} s "
+            f"({summary.schedules / took_s * 60:.0f} schedules/min)"
+        )
+        return summary
+
+    def _tell(self, name: str, failure: Failure) -> None:
+        click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
+        make: Make = self._find(name)
+        short = shortest(make, failure, steps=self._steps)
+        if short.violation != failure.violation:
+            click.echo(f"With fewer faults it is: {short.violation}")
+        click.echo(
+            f"Of its {len(failure.faults)} faults it takes {len(short.faults)} "
+            "(leave out any one of them and the failure vanishes):"
+        )
+        for fault in short.faults:
+            click.echo(f"  - {describe(fault)}, at its step {fault.step}")
+        lines = short.story
+        if len(lines) > _STORY_LINES:
+            click.echo(f"The story, its last {_STORY_LINES} of {len(lines)} lines:")
+        else:
+            click.echo("The story:")
+        for at, who, what in lines[-_STORY_LINES:]:
+            click.echo(f"  {at:10.3f}  {who:7} {what}")
+        extra = "" if self._steps is None else f" --steps {self._steps}"
+        click.echo(f"Replay it: {self._command} {name} --seed {failure.seed}{extra}")
+
+
+def commit_seed() -> int:
+    """A number that changes with every commit, so that time adds coverage."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        from holdfast import __version__ as commit
+    return int(hashlib.sha256(commit.encode()).hexdigest()[:8], 16)
+
+
+def _missing(summary: Summary) -> list[tuple[str, str]]:
+    """Pairs of fault and step that should have met by now."""
+    enough = summary.schedules >= _SEEDS_PER_PAIR * len(summary.table.possible)
+    return summary.table.never_fired() if enough else []
+
+
+def _print_table(table: Table) -> None:
+    """How often each fault fired at each kind of step."""
+    rows = list(table.rows())
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join([row[0].ljust(len(first)), *rest]))

@@ -1,0 +1,254 @@
+"""Two sides: Holdfast as it is here, and as it was when the fixtures were made.
+
+A side is a way to start interpreters and commands that see one version of the package. The old one
+comes from `tests/fixtures/package.tar.xz`. Programs of both sides are the same file
+(`programs.py`); they talk to a test in lines of JSON, so that nothing here waits by guessing.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Self
+
+from patience import HANG_S
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+PROGRAMS = Path(__file__).with_name("programs.py")
+LIMIT_S = 2 * HANG_S
+ACCOUNT = "local"
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """Unpack a fixture below a folder; returns where it is."""
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def facts(folder: Path) -> Any:
+    """What the maker of a fixture knew of it."""
+    return json.loads((folder / "facts.json").read_text())
+
+
+def until(what: str, ready: Callable[[], object], limit_s: float = LIMIT_S) -> Any:
+    """Wait until something is so; what it said."""
+    deadline = time.monotonic() + limit_s
+    while not (found := ready()):
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Process:
+    """A process in a session of its own, with its errors in a file. Use `with`: it is killed."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], errors: Path) -> None:
+        self._errors = errors
+        self._rest = b""
+        with errors.open("ab") as sink:
+            self._child = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group, as often as one likes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._child.wait(HANG_S)
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        return self._child.wait(LIMIT_S)
+
+    def ended(self) -> bool:
+        return self._child.poll() is not None
+
+    def tell(self, **what: Any) -> None:
+        """Say one thing to it."""
+        _pipe(self._child.stdin).write(json.dumps(what).encode() + b"\n")
+        _pipe(self._child.stdin).flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The next thing that it says."""
+        fd, deadline = _pipe(self._child.stdout).fileno(), time.monotonic() + LIMIT_S
+        while b"\n" not in self._rest:
+            left_s = deadline - time.monotonic()
+            assert select.select([fd], [], [], max(0.0, left_s))[0], f"silent:\n{self.errors()}"
+            more = os.read(fd, 1 << 16)
+            assert more, f"it ended with {self._child.wait(HANG_S)}:\n{self.errors()}"
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        """Say one thing, and hear the answer."""
+        self.tell(**what)
+        return self.hear()
+
+    def errors(self) -> str:
+        return self._errors.read_text(errors="replace")[-4000:]
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+class Side:
+    """One version of the package, and a folder for what its processes say."""
+
+    def __init__(self, name: str, logs: Path, package: Path | None = None) -> None:
+        self.name, self.package = name, package
+        self._logs, self._count = logs, 0
+
+    @property
+    def env(self) -> dict[str, str]:
+        env = {**os.environ, "XDG_STATE_HOME": str(self._logs), "OMP_NUM_THREADS": "1"}
+        for name in ("HOLDFAST_LEDGER", "HOLDFAST_URL", "HOLDFAST_API_KEY"):
+            env.pop(name, None)
+        return {**env, "PYTHONPATH": str(self.package)} if self.package else env
+
+    def start(self, *argv: str) -> Process:
+        """Start python with these arguments."""
+        self._count += 1
+        errors = self._logs / f"{self.name}-{self._count}.log"
+        return Process([sys.executable, *argv], self.env, errors)
+
+    def program(self, name: str, *argv: str) -> Process:
+        """Start a program of `programs.py`, and see that it has the package of this side."""
+        process = self.start(str(PROGRAMS), name, *argv)
+        package = Path(process.hear()["package"])
+        if self.package is not None:
+            assert package == self.package / "holdfast", "this is not the old package"
+        return process
+
+    def command(self, *words: str, code: int = 0) -> str:
+        """Run `holdfast` with these words to its end; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast", *words],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def told(self, *words: str) -> list[Any]:
+        """What a command prints as lines of JSON."""
+        return [json.loads(line) for line in self.command(*words).splitlines()]
+
+
+class Service:
+    """`holdfast serve`, and what clients ask of it."""
+
+    def __init__(self, process: Process, folder: Path) -> None:
+        self.process, self.folder = process, folder
+        self._url, self._key = "", ""
+
+    def ready(self) -> bool:
+        """Whether it serves; its note says where, and which life of it has written it."""
+        assert not self.process.ended(), self.process.errors()
+        try:
+            note = json.loads((self.folder / "serve.json").read_text())
+            if note["pid"] != self.process.pid:
+                return False
+            self._url, self._key = note["url"], note["key"]
+            return self.ask("GET", "/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """One request; the answer's status, and what its JSON says."""
+        where = urllib.parse.urlsplit(self._url)
+        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=LIMIT_S)
+        try:
+            raw = None if body is None else json.dumps(body)
+            connection.request(method, path, raw, {"X-Api-Key": self._key})
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(content)
+        except ValueError:
+            return answer.status, content
+
+    def jobs(self, rest: str = "") -> str:
+        return f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs{rest}"
+
+    def create(self, job: str, spec: dict[str, Any] | None = None) -> None:
+        status, said = self.ask("POST", self.jobs(f"?rlorTrainerJobId={job}"), spec or {})
+        assert status == 200, said
+
+    def job(self, job: str) -> dict[str, Any]:
+        """What the control plane says of a job."""
+        status, said = self.ask("GET", self.jobs(f"/{job}"))
+        assert status == 200, said
+        return {**said, "state": said["state"].removeprefix("JOB_STATE_")}
+
+    def wait(self, job: str, state: str = "RUNNING") -> None:
+        until(f"{job} is {state}", lambda: self.job(job)["state"] == state)
+
+    def trainer(self, job: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Ask a job's trainer, through the gateway; again while that says "later"."""
+        way = f"/training/v1/rlorTrainerJobs/{ACCOUNT}/{job}/api/v1/{path}"
+        method = "GET" if body is None else "POST"
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            status, said = self.ask(method, way, body)
+            if status not in (408, 502, 503) or time.monotonic() > deadline:
+                return status, said
+            time.sleep(0.05)
+
+    def post(self, job: str, path: str, body: Any) -> Any:
+        """The same, for what must be answered."""
+        status, said = self.trainer(job, path, body)
+        assert status == 200, (path, status, said)
+        return said
+
+    def result(self, job: str, request: str) -> Any:
+        """What came of a promise."""
+        return self.post(job, "retrieve_future", {"request_id": request})
+
+
+@contextlib.contextmanager
+def serve(side: Side, folder: Path, *flags: str, ledger: str = "") -> Iterator[Service]:
+    """A service in a folder; when it is left, everything of it is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    url = ledger or f"sqlite:///{folder}/ledger.db"
+    words = ("-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder), "--port", "0")
+    with side.start(*words, *flags) as process:
+        service = Service(process, folder)
+        until("the service serves", service.ready)
+        yield service
