@@ -35,7 +35,7 @@ from holdfast.ledger.records import decode
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.probe import ProbeServer
 from holdfast.rendezvous.records import Cycle, Keys, Node, Rules
-from holdfast.rendezvous.torchrun.handler import HoldfastHandler
+from holdfast.contrib.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
 from listening import listeners
 from patience import HANG_S

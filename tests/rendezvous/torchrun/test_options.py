@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from holdfast.errors import Mistake
-from holdfast.rendezvous.torchrun.options import Options, parse
+from holdfast.contrib.torchrun.options import Options, parse
 
 
 def options(endpoint: str = "sqlite:///l.db", run: str = "r", **conf: Any) -> Options:
@@ -87,10 +87,11 @@ def test_a_mistake_is_one_clear_line(change: dict[str, Any], words: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_is_imported_before_a_handler_is_asked_for() -> None:
+@pytest.mark.parametrize("module", ["contrib.torchrun", "rendezvous.torchrun"])
+def test_nothing_is_imported_before_a_handler_is_asked_for(module: str) -> None:
     """torch loads the entry point whatever back end is used: that must cost next to nothing."""
     code = (
-        "import sys, holdfast.rendezvous.torchrun as t; t.handlers(); "
+        f"import sys, holdfast.{module} as t; t.handlers(); "
         "print([m for m in ('torch', 'pydantic', 'apsw', 'aiohttp') if m in sys.modules])"
     )
     found = subprocess.run(

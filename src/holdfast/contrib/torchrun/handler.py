@@ -52,10 +52,10 @@ from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
-from holdfast.rendezvous.torchrun import BACKEND
-from holdfast.rendezvous.torchrun.member import Ended, Membership, TooLate, fail
-from holdfast.rendezvous.torchrun.options import Options
-from holdfast.rendezvous.torchrun.store import AgentStore, Over, host, reach
+from holdfast.contrib.torchrun import BACKEND
+from holdfast.contrib.torchrun.member import Ended, Membership, TooLate, fail
+from holdfast.contrib.torchrun.options import Options
+from holdfast.contrib.torchrun.store import AgentStore, Over, host, reach
 
 __all__ = ["HoldfastHandler"]
 

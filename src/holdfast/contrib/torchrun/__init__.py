@@ -25,7 +25,7 @@ def handlers() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    from holdfast.rendezvous.torchrun.handler import HoldfastHandler
-    from holdfast.rendezvous.torchrun.options import parse
+    from holdfast.contrib.torchrun.handler import HoldfastHandler
+    from holdfast.contrib.torchrun.options import parse
 
     return HoldfastHandler(parse(params))

@@ -45,7 +45,7 @@ from holdfast.rendezvous.overview import parked_line
 from holdfast.rendezvous.probe import ProbeServer, is_alive, trouble
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
-from holdfast.rendezvous.torchrun.options import Options
+from holdfast.contrib.torchrun.options import Options
 
 __all__ = ["Ended", "Membership", "TooLate", "fail"]
 
