@@ -10,6 +10,7 @@ from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.attend import attend
+from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.overview import Overview, look
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
@@ -97,7 +98,13 @@ class Attendee:
             runtime = LiveRuntime(cast(Ledger, self._ledger))
             try:
                 async with Rendezvous(
-                    runtime, RUN, self.name, self._node, meeting.rules, lease_s=meeting.lease_s
+                    runtime,
+                    RUN,
+                    self.name,
+                    self._node,
+                    meeting.rules,
+                    lease_s=meeting.lease_s,
+                    duty=meeting.duty,
                 ) as self.rendezvous:
                     return await attend(runtime, self.rendezvous, self.crew)
             except (LeaseLost, Retriable, UnknownOutcome):
@@ -124,8 +131,8 @@ class Attendee:
 class Meeting:
     """A run and its nodes."""
 
-    def __init__(self, opened: Ledger, rules: Rules, lease_s: float) -> None:
-        self.ledger, self.rules, self.lease_s = opened, rules, lease_s
+    def __init__(self, opened: Ledger, rules: Rules, lease_s: float, duty: type[Duty]) -> None:
+        self.ledger, self.rules, self.lease_s, self.duty = opened, rules, lease_s, duty
         self.nodes: dict[str, Attendee] = {}
 
     def join(self, *names: str) -> None:
@@ -167,10 +174,12 @@ class Meeting:
 
 
 @contextlib.asynccontextmanager
-async def meeting(url: str, rules: Rules, *, lease_s: float = 2.0) -> AsyncIterator[Meeting]:
+async def meeting(
+    url: str, rules: Rules, *, lease_s: float = 2.0, duty: type[Duty] = Duty
+) -> AsyncIterator[Meeting]:
     """A run; nodes that are left are ended."""
     async with ledger.open(url) as opened:
-        here = Meeting(opened, rules, lease_s)
+        here = Meeting(opened, rules, lease_s, duty)
         try:
             yield here
         finally:

@@ -26,17 +26,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
-from holdfast.errors import (
-    Gone,
-    LeaseLost,
-    Mistake,
-    Retriable,
-    UnknownOutcome,
-)
+from holdfast import retry
+from holdfast.errors import Gone, LeaseLost, Mistake
 from holdfast.ledger.follow import follow
 from holdfast.ledger.leases import Keeper
 from holdfast.ledger.records import Stored, decode, put
@@ -71,8 +66,8 @@ from holdfast.rendezvous.records import (
 
 __all__ = ["Place", "Rendezvous"]
 
-_PAUSE_S = 0.05
-_PAUSE_MAX_S = 2.0
+T = TypeVar("T")
+
 _NAME_TAKEN_LEASES = 3
 _STAND_INS = 3
 _STAND_IN_S = 0.2
@@ -107,8 +102,6 @@ class Rendezvous:
     `LeaseLost`: stop the workers, leave, and enter anew.
     """
 
-    _trouble: Exception | None = None
-
     def __init__(
         self,
         runtime: Runtime,
@@ -137,6 +130,7 @@ class Rendezvous:
         self._head: Stored[Cycle]
         self._since = (0, 0.0)
         """The number of the cycle, and since when, by our own clock, we know of it."""
+        self._trouble: Exception | None = None
         self._closer: Entry | None = None
         self._heard_of_closer = False
         self._entry: Entry | None = None
@@ -254,15 +248,8 @@ class Rendezvous:
 
     async def _view(self) -> View | None:
         """Everything below the rendezvous."""
-        pause_s = _PAUSE_S
-        while True:
-            self._check_lease()
-            try:
-                found = await self._runtime.ledger.range(self._keys.root)
-                return Board(self._keys, found.entries).view()
-            except (Retriable, UnknownOutcome):
-                await self._pause(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        found = await self._while_leased(lambda: self._runtime.ledger.range(self._keys.root))
+        return Board(self._keys, found.entries).view()
 
     # ---- the node's own record -------------------------------------------------
 
@@ -462,17 +449,16 @@ class Rendezvous:
         self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
     ) -> Txn:
         """A transaction that may be sent again: its comparison fails once it has taken effect."""
-        pause_s = _PAUSE_S
-        while True:
-            self._check_lease()
-            try:
-                return await self._runtime.ledger.txn(compare, then, otherwise)
-            except (Retriable, UnknownOutcome):
-                await self._pause(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        return await self._while_leased(lambda: self._runtime.ledger.txn(compare, then, otherwise))
 
-    async def _pause(self, seconds: float) -> None:
-        await self._runtime.sleep(seconds * (0.5 + self._runtime.random.random()))
+    async def _while_leased(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call until it succeeds; raises `LeaseLost` once the lease has ended."""
+
+        async def once() -> T:
+            self._check_lease()
+            return await call()
+
+        return await retry.insist(self._runtime, once)
 
 
 def _tell(rules: Rules) -> str:

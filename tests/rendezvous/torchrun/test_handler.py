@@ -30,12 +30,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils import store as store_util
 
 from holdfast import ledger
+from holdfast.contrib.torchrun.handler import HoldfastHandler
 from holdfast.errors import Mistake
 from holdfast.ledger.records import decode
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.probe import ProbeServer
 from holdfast.rendezvous.records import Cycle, Keys, Node, Rules
-from holdfast.contrib.torchrun.handler import HoldfastHandler
 from holdfast.servers import EtcdServer
 from listening import listeners
 from patience import HANG_S

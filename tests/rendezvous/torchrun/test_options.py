@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from holdfast.errors import Mistake
+from holdfast.contrib.torchrun import handlers
 from holdfast.contrib.torchrun.options import Options, parse
+from holdfast.errors import Mistake
+from holdfast.rendezvous import torchrun as old
 
 
 def options(endpoint: str = "sqlite:///l.db", run: str = "r", **conf: Any) -> Options:
@@ -87,11 +89,15 @@ def test_a_mistake_is_one_clear_line(change: dict[str, Any], words: str) -> None
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("module", ["contrib.torchrun", "rendezvous.torchrun"])
-def test_nothing_is_imported_before_a_handler_is_asked_for(module: str) -> None:
+def test_the_old_name_of_the_plug_in_leads_to_the_same_handlers() -> None:
+    """The entry point of an earlier installation names it."""
+    assert old.handlers is handlers
+
+
+def test_nothing_is_imported_before_a_handler_is_asked_for() -> None:
     """torch loads the entry point whatever back end is used: that must cost next to nothing."""
     code = (
-        f"import sys, holdfast.{module} as t; t.handlers(); "
+        "import sys, holdfast.contrib.torchrun as t; t.handlers(); "
         "print([m for m in ('torch', 'pydantic', 'apsw', 'aiohttp') if m in sys.modules])"
     )
     found = subprocess.run(

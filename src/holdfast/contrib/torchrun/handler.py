@@ -43,6 +43,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from holdfast import ledger
+from holdfast.contrib.torchrun import BACKEND
+from holdfast.contrib.torchrun.member import Ended, Membership, TooLate, fail
+from holdfast.contrib.torchrun.options import Options
+from holdfast.contrib.torchrun.store import AgentStore, Over, host, reach
 from holdfast.errors import Gone, HoldfastError, Mistake, Retriable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.records import load
@@ -52,10 +56,6 @@ from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
-from holdfast.contrib.torchrun import BACKEND
-from holdfast.contrib.torchrun.member import Ended, Membership, TooLate, fail
-from holdfast.contrib.torchrun.options import Options
-from holdfast.contrib.torchrun.store import AgentStore, Over, host, reach
 
 __all__ = ["HoldfastHandler"]
 

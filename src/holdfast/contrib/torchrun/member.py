@@ -27,14 +27,9 @@ from functools import partial
 
 import msgspec
 
-from holdfast.errors import (
-    Fenced,
-    Gone,
-    HoldfastError,
-    LeaseLost,
-    Retriable,
-    UnknownOutcome,
-)
+from holdfast import retry
+from holdfast.contrib.torchrun.options import Options
+from holdfast.errors import Fenced, Gone, HoldfastError, LeaseLost
 from holdfast.ledger.follow import follow
 from holdfast.ledger.records import KEEP, Stored, Verdict, decode, update
 from holdfast.ledger.runtime import Runtime
@@ -45,11 +40,9 @@ from holdfast.rendezvous.overview import parked_line
 from holdfast.rendezvous.probe import ProbeServer, is_alive, trouble
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
-from holdfast.contrib.torchrun.options import Options
 
 __all__ = ["Ended", "Membership", "TooLate", "fail"]
 
-_PAUSE_S = 0.2
 _UNREACHED_S = 60.0
 _WORKERS_FAILED = "its workers failed; the log of its torchrun says how"
 
@@ -121,18 +114,20 @@ class Membership:
         """
         await self._end_watch()
         await self._give_up(Cause(kind="failed", detail=_WORKERS_FAILED))
+        pauses = retry.Pauses(self._runtime)
         limit = self._runtime.now() + self._options.join_s
         while True:
             try:
                 rendezvous = self._rendezvous or await self._enter()
                 limit = self._runtime.now() + self._options.join_s
+                pauses.reset()
                 await self._wait_for_place(rendezvous)
             except LeaseLost:
                 await self._leave()
-            except (Retriable, UnknownOutcome):
+            except retry.AGAIN as error:
                 if self._runtime.now() > limit:
                     raise
-                await self._runtime.sleep(_PAUSE_S * (0.5 + self._runtime.random.random()))
+                await pauses.wait(error)
             else:
                 break
         assert self._place is not None
