@@ -11,12 +11,15 @@ import pytest
 from holdfast.errors import Fenced, Unavailable, UnknownOutcome
 from holdfast.ledger import Compare, Op, Txn
 from holdfast.ledger.memory import MemoryLedger
-from holdfast.weights import Publisher, Subscriber, ledger_book
+from holdfast.timeouts import DEFAULTS
+from holdfast.weights import Publisher, Subscriber
 from patience import HANG_S
 
 
 class Lossy(MemoryLedger):
     """A ledger behind a network that loses the first commit of a version, and brings it later."""
+
+    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.2})
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +47,6 @@ class Lossy(MemoryLedger):
 
 def weights(number: int) -> dict[str, Any]:
     return {"w": np.full(8, number)}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.2)
 
 
 async def _in_doubt(ledger: Lossy, publisher: Publisher) -> None:

@@ -34,16 +34,15 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Compare, Op, Put, Txn
 from holdfast.ledger.memory import MemoryLedger
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights import (
     Publisher,
     Retention,
     Subscriber,
     Ticket,
     Version,
-    ledger_book,
     open_publisher,
     open_subscriber,
-    room,
     write_part,
 )
 from holdfast.weights.local import LocalDisk
@@ -262,6 +261,7 @@ async def test_what_is_in_the_way_is_named(tmp_path: Path, what: str) -> None:
 class Doubtful(MemoryLedger):
     """Loses the answer to the next commit, which it has carried out or not, and is away."""
 
+    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
     lose = ""
     away = False
 
@@ -288,11 +288,8 @@ class Doubtful(MemoryLedger):
 
 
 @pytest.mark.parametrize("lose", ["call", "answer"])
-async def test_finish_can_be_called_again_after_doubt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: str
-) -> None:
+async def test_finish_can_be_called_again_after_doubt(tmp_path: Path, lose: str) -> None:
     """It says whether the version was published; nobody was fenced, so nobody has to stop."""
-    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.1)
     async with Doubtful() as led, Publisher(tmp_path, led) as publisher:
         for number in (0, 1):
             first = await publisher.begin(number)
@@ -351,14 +348,15 @@ async def test_a_full_disk_names_who_holds_what(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_that_waits_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once and then now and then, in the log that everybody sees."""
-    monkeypatch.setattr(room, "TELL_S", 0.05)
+    led = MemoryLedger()
+    led.timeouts = DEFAULTS.model_copy(update={"room_tell_s": 0.05})
     budget = Retention(keep_last=1, max_bytes=12_000)
     async with (
         asyncio.timeout(LIMIT_S),
-        MemoryLedger() as led,
+        led,
         Publisher(tmp_path, led, retention=budget) as publisher,
         Subscriber(tmp_path, led, consumer="stuck") as stuck,
     ):
