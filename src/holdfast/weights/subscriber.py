@@ -48,20 +48,13 @@ from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, de
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs
 from holdfast.weights.records import Consumer, Swept, Told, Version
-from holdfast.weights.trouble import translate
+from holdfast.weights.trouble import NOT_A_FILE, translate
 from holdfast.weights.writing import check_files, close_files, open_files
 
 __all__ = ["Subscriber"]
 
 LEASE_S = DEFAULTS.consumer_lease_s
-_NO_FILE = (
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EINVAL,
-    errno.ENXIO,
-)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, *NOT_A_FILE)
 """Nothing, or a link, a folder, a pipe or a socket, is where a file was."""
 PATIENCE = Policy(attempts=20, base_s=0.1, max_s=2.0, deadline_s=MAX_S)
 """A call to the ledger has its own limit, so the number of attempts bounds these too."""
