@@ -26,6 +26,7 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
+from weights.ledgers import Flaky
 
 LIMIT_S = HANG_S
 LAST_ONE = Retention(keep_last=1)
@@ -39,30 +40,6 @@ async def read(root: Path, ledger: MemoryLedger | None, version: int) -> int:
     """What a consumer finds under a number."""
     async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
         return int(pin.numpy("w")[0])
-
-
-class Flaky(MemoryLedger):
-    """A ledger that can be away: for everything, or only for whoever reads it as a whole."""
-
-    away = False
-    blind = False
-
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._txn(compare, then, otherwise)
-
-    async def _get(self, key: str) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._get(key)
-
-    async def _page(self, *args: Any) -> Any:
-        if self.away or self.blind:
-            raise Unavailable("no way to the ledger")
-        return await super()._page(*args)
 
 
 # ---- a number is published once -------------------------------------------------------

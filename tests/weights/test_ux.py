@@ -29,7 +29,6 @@ from holdfast.errors import (
     NoRoom,
     NotFound,
     TimedOut,
-    Unavailable,
     UnknownOutcome,
 )
 from holdfast.ledger import Compare, Op, Put, Txn
@@ -47,6 +46,7 @@ from holdfast.weights import (
 )
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
+from weights.ledgers import Flaky
 
 LIMIT_S = HANG_S
 EVERYTHING = Retention(keep_last=99)
@@ -258,12 +258,11 @@ async def test_what_is_in_the_way_is_named(tmp_path: Path, what: str) -> None:
         await publisher.publish(0, weights(0))
 
 
-class Doubtful(MemoryLedger):
+class Doubtful(Flaky):
     """Loses the answer to the next commit, which it has carried out or not, and is away."""
 
     timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
     lose = ""
-    away = False
 
     async def _txn(
         self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
@@ -275,16 +274,6 @@ class Doubtful(MemoryLedger):
             self.lose, self.away = "", True
             raise UnknownOutcome("no answer")
         return await super()._txn(compare, then, otherwise)
-
-    async def _get(self, key: str) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._get(key)
-
-    async def _page(self, *args: Any) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._page(*args)
 
 
 @pytest.mark.parametrize("lose", ["call", "answer"])
