@@ -110,6 +110,18 @@ RULES: tuple[Rule, ...] = (
         "a consumer that is not ours gives a sign of life only when it loads",
     ),
     Rule(
+        "foreign_settle_s",
+        "<",
+        "foreign_lease_s",
+        "a step that is written again must count again while the consumer that waits for it does",
+    ),
+    Rule(
+        "last_look_s",
+        "<",
+        "consumer_lease_s",
+        "a consumer that gives up waiting must be heard of before its lease ends",
+    ),
+    Rule(
         "store_call_s",
         "<",
         "store_deadline_s",
@@ -363,7 +375,7 @@ class Timeouts(BaseModel):
         5.0, "How long a watch may say nothing before its connection is doubted."
     )
     update_deadline_s: float = _seconds(
-        30.0, "How long an update goes on reading and writing again after conflicts."
+        30.0, "How long an update, or recording a version, goes on reading and writing again."
     )
 
     # ---- weights
@@ -379,6 +391,15 @@ class Timeouts(BaseModel):
     )
     foreign_lease_s: float = _seconds(
         600.0, "How long a consumer that only writes marker files counts as alive."
+    )
+    foreign_settle_s: float = _seconds(
+        10.0, "How long a foreign trainer may pause while it writes a step again."
+    )
+    last_look_s: float = _seconds(
+        2.0, "How long a consumer that gives up waiting looks for what there is instead."
+    )
+    room_tell_s: float = _seconds(
+        30.0, "How often a publisher that waits for room in its budget says so."
     )
 
     # ---- transfer

@@ -118,13 +118,13 @@ class _NoParentSync(Publisher):
 class _NoEpoch(LedgerBook):
     """Publishing does not compare the epoch."""
 
-    async def _try_commit(self, key: str, version: Version) -> bool:
+    async def _try_commit(self, key: str, version: Version) -> None:
         assert self._writer is not None
         current = await self._runtime.ledger.get(self._keys.writer)
         assert current is not None
         self._writer.entry = current
         self._writer.record = msgspec.json.decode(current.value, type=type(self._writer.record))
-        return await super()._try_commit(key, version)
+        await super()._try_commit(key, version)
 
 
 class _KeepsOne(Sweeper):

@@ -8,27 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import Fenced, Unavailable, UnknownOutcome
+from holdfast.errors import Fenced, UnknownOutcome
 from holdfast.ledger import Compare, Op, Txn
 from holdfast.ledger.memory import MemoryLedger
-from holdfast.weights import Publisher, Subscriber, ledger_book
+from holdfast.timeouts import DEFAULTS
+from holdfast.weights import Publisher, Subscriber
 from patience import HANG_S
+from weights.ledgers import Flaky
 
 
-class Lossy(MemoryLedger):
+class Lossy(Flaky):
     """A ledger behind a network that loses the first commit of a version, and brings it later."""
+
+    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.2})
 
     def __init__(self) -> None:
         super().__init__()
         self.lose = False
-        self.away = False
         self.late: list[Callable[[], Coroutine[Any, Any, Txn]]] = []
 
     async def _txn(
         self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
     ) -> Txn:
-        if self.away:
-            raise Unavailable("no way to the ledger")
         if self.lose and any("/versions/" in op.key for op in then):
             self.lose, self.away = False, True
             send = super()._txn
@@ -36,19 +37,9 @@ class Lossy(MemoryLedger):
             raise UnknownOutcome("no answer")
         return await super()._txn(compare, then, otherwise)
 
-    async def _page(self, *args: Any) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._page(*args)
-
 
 def weights(number: int) -> dict[str, Any]:
     return {"w": np.full(8, number)}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.2)
 
 
 async def _in_doubt(ledger: Lossy, publisher: Publisher) -> None:

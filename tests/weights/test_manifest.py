@@ -327,17 +327,21 @@ def test_a_shard_holds_exactly_the_tensors_of_its_manifest(
     raw = _only(parts)
     entry = FileEntry("model.safetensors", len(raw), digest(raw))
     tensors = tuple(_entry(one, entry.name) for one in listed)
-    manifest = Manifest(
+    manifest = _of_one_file(entry, tensors)
+    with pytest.raises(Corrupt, match=words):
+        check_file(manifest, entry, memoryview(raw))
+
+
+def _of_one_file(entry: FileEntry, tensors: tuple[TensorEntry, ...]) -> Manifest:
+    return Manifest(
         step=1,
         parent=None,
         epoch=0,
-        kind="adapter",
+        kind="model",
         files=(entry,),
         tensors=tensors,
         content=content_hash(tensors, ()),
     )
-    with pytest.raises(Corrupt, match=words):
-        check_file(manifest, entry, memoryview(raw))
 
 
 def test_a_tensor_that_changed_between_hashing_and_writing_is_found() -> None:
@@ -348,15 +352,7 @@ def test_a_tensor_that_changed_between_hashing_and_writing_is_found() -> None:
     array[2] = 1
     raw = b"".join(chunks([source]))
     entry = FileEntry("model.safetensors", len(raw), digest(raw))
-    manifest = Manifest(
-        step=1,
-        parent=None,
-        epoch=0,
-        kind="model",
-        files=(entry,),
-        tensors=(tensor,),
-        content=content_hash([tensor], ()),
-    )
+    manifest = _of_one_file(entry, (tensor,))
     check_file(manifest, entry, memoryview(raw))
     with pytest.raises(Corrupt, match="tensor w differs"):
         check_file(manifest, entry, memoryview(raw), each_tensor=True)

@@ -31,12 +31,13 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.proc import Child, spawn
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights import Publisher, Retention, Subscriber, Swept, Version
 from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFolder
 from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.marker_seat import MarkerSeat
-from holdfast.weights.markers import FOREIGN_LEASE_S, Markers
+from holdfast.weights.markers import Markers
 from holdfast.weights.records import Consumer
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
@@ -637,7 +638,7 @@ async def test_a_foreign_consumer_is_respected(world: World, place: str) -> None
         await publisher.publish(3, weights(3))
         assert world.folders() == [1, 2, 3], "what is not understood holds everything"
         path.write_text("1")
-        long_ago = time.time() - FOREIGN_LEASE_S - 5
+        long_ago = time.time() - DEFAULTS.foreign_lease_s - 5
         os.utime(path, (long_ago, long_ago))
         await publisher.sweep()
         assert world.folders() == [3]
@@ -753,7 +754,7 @@ async def test_a_version_given_up_while_it_is_being_pinned_is_gone(markers: Worl
 
         channel = markers.channel()
         record = Consumer(name="r0", needs="latest", floor=0)
-        slow = Slow(channel.disk, channel.layout, FOREIGN_LEASE_S)
+        slow = Slow(channel.disk, channel.layout)
         seat = MarkerSeat(channel.runtime, slow, record, 10.0)
         await seat.join()
         try:
@@ -803,7 +804,7 @@ async def test_whoever_joins_while_versions_come_has_a_floor_that_holds(markers:
 
         channel = markers.channel()
         record = Consumer(name="r0", needs="every", floor=0)
-        slow = Slow(channel.disk, channel.layout, FOREIGN_LEASE_S)
+        slow = Slow(channel.disk, channel.layout)
         seat = MarkerSeat(channel.runtime, slow, record, 10.0)
         await seat.join()
         try:
@@ -823,7 +824,7 @@ async def test_a_heartbeat_that_comes_too_late_does_not_revive(markers: World) -
     layout = channel.layout
     seat = MarkerSeat(
         runtime,
-        Markers(channel.disk, layout, FOREIGN_LEASE_S),
+        Markers(channel.disk, layout),
         Consumer(name="r0", needs="latest", floor=0),
         0.5,
     )

@@ -15,7 +15,8 @@ from holdfast.errors import Fenced, Mistake, Unavailable, UnknownOutcome
 from holdfast.ledger import Compare, Delete, LiveRuntime, Op, Put, Txn, absent
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import decode
-from holdfast.weights import Publisher, Retention, Subscriber, Version, ledger_book, write_part
+from holdfast.timeouts import DEFAULTS
+from holdfast.weights import Publisher, Retention, Subscriber, Version, write_part
 from holdfast.weights.book import View
 from holdfast.weights.channel import Channel
 from holdfast.weights.ledger_book import LedgerBook
@@ -25,6 +26,7 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
+from weights.ledgers import Flaky
 
 LIMIT_S = HANG_S
 LAST_ONE = Retention(keep_last=1)
@@ -38,30 +40,6 @@ async def read(root: Path, ledger: MemoryLedger | None, version: int) -> int:
     """What a consumer finds under a number."""
     async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
         return int(pin.numpy("w")[0])
-
-
-class Flaky(MemoryLedger):
-    """A ledger that can be away: for everything, or only for whoever reads it as a whole."""
-
-    away = False
-    blind = False
-
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._txn(compare, then, otherwise)
-
-    async def _get(self, key: str) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._get(key)
-
-    async def _page(self, *args: Any) -> Any:
-        if self.away or self.blind:
-            raise Unavailable("no way to the ledger")
-        return await super()._page(*args)
 
 
 # ---- a number is published once -------------------------------------------------------
@@ -178,6 +156,7 @@ async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path
 class Doubtful(Flaky):
     """Takes what is written under a key, and is away before it has answered."""
 
+    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
     lose = ""
 
     async def _txn(
@@ -190,11 +169,8 @@ class Doubtful(Flaky):
         return answer
 
 
-async def test_a_publisher_is_not_fenced_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_publisher_is_not_fenced_by_itself(tmp_path: Path) -> None:
     """Doubt about taking over again, after doubt about a commit: nobody else was there."""
-    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.1)
     async with Doubtful() as ledger, Publisher(tmp_path, ledger) as publisher:
         ledger.lose = "/head"
         with pytest.raises(UnknownOutcome):

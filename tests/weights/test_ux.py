@@ -29,25 +29,24 @@ from holdfast.errors import (
     NoRoom,
     NotFound,
     TimedOut,
-    Unavailable,
     UnknownOutcome,
 )
 from holdfast.ledger import Compare, Op, Put, Txn
 from holdfast.ledger.memory import MemoryLedger
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights import (
     Publisher,
     Retention,
     Subscriber,
     Ticket,
     Version,
-    ledger_book,
     open_publisher,
     open_subscriber,
-    room,
     write_part,
 )
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
+from weights.ledgers import Flaky
 
 LIMIT_S = HANG_S
 EVERYTHING = Retention(keep_last=99)
@@ -259,11 +258,11 @@ async def test_what_is_in_the_way_is_named(tmp_path: Path, what: str) -> None:
         await publisher.publish(0, weights(0))
 
 
-class Doubtful(MemoryLedger):
+class Doubtful(Flaky):
     """Loses the answer to the next commit, which it has carried out or not, and is away."""
 
+    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
     lose = ""
-    away = False
 
     async def _txn(
         self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
@@ -276,23 +275,10 @@ class Doubtful(MemoryLedger):
             raise UnknownOutcome("no answer")
         return await super()._txn(compare, then, otherwise)
 
-    async def _get(self, key: str) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._get(key)
-
-    async def _page(self, *args: Any) -> Any:
-        if self.away:
-            raise Unavailable("no way to the ledger")
-        return await super()._page(*args)
-
 
 @pytest.mark.parametrize("lose", ["call", "answer"])
-async def test_finish_can_be_called_again_after_doubt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: str
-) -> None:
+async def test_finish_can_be_called_again_after_doubt(tmp_path: Path, lose: str) -> None:
     """It says whether the version was published; nobody was fenced, so nobody has to stop."""
-    monkeypatch.setattr(ledger_book, "COMMIT_S", 0.1)
     async with Doubtful() as led, Publisher(tmp_path, led) as publisher:
         for number in (0, 1):
             first = await publisher.begin(number)
@@ -351,14 +337,15 @@ async def test_a_full_disk_names_who_holds_what(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_that_waits_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once and then now and then, in the log that everybody sees."""
-    monkeypatch.setattr(room, "TELL_S", 0.05)
+    led = MemoryLedger()
+    led.timeouts = DEFAULTS.model_copy(update={"room_tell_s": 0.05})
     budget = Retention(keep_last=1, max_bytes=12_000)
     async with (
         asyncio.timeout(LIMIT_S),
-        MemoryLedger() as led,
+        led,
         Publisher(tmp_path, led, retention=budget) as publisher,
         Subscriber(tmp_path, led, consumer="stuck") as stuck,
     ):

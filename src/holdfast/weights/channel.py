@@ -9,6 +9,7 @@ from typing import cast
 
 from holdfast.errors import Mistake
 from holdfast.ledger import Compare, Ledger, LiveRuntime, Runtime
+from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.weights.book import Book
 from holdfast.weights.disk import Disk
 from holdfast.weights.layout import Layout, check_name
@@ -53,6 +54,11 @@ class Channel:
         """Whether there are files: a simulation of the book alone has none."""
         self.has_ledger = not markers and (ledger is not None or runtime is not None)
         self.keys = Keys(check_name("run", run), channel)
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The times that hold here: the ledger's."""
+        return self.runtime.ledger.timeouts if self.has_ledger else DEFAULTS
 
     @property
     def ledger_url(self) -> str | None:

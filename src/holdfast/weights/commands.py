@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import Mistake, NotFound
 from holdfast.text import parse_bytes, plural, size
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights import display
 from holdfast.weights.book import DELETING
 from holdfast.weights.find import Found, find
@@ -30,7 +31,6 @@ from holdfast.weights.watching import watch as watch_channel
 __all__ = ["weights"]
 
 CORRUPT = 6
-SHOW_EVERY_S = 0.1
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -204,7 +204,7 @@ class _Meter:
     def show(self, done: int, total: int) -> None:
         """May be called from any thread."""
         self.done = done
-        if self._on and time.monotonic() > self._shown_s + SHOW_EVERY_S:
+        if self._on and time.monotonic() > self._shown_s + DEFAULTS.show_s:
             self._shown_s = time.monotonic()
             click.echo(f"\r\x1b[Kverified {size(done)} of {size(total)}", err=True, nl=False)
 

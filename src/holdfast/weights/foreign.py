@@ -15,7 +15,6 @@ cannot change what was opened; one that writes over a file in place changes it u
 readers (`changed` tells), and one that cuts it short kills them.
 """
 
-import errno
 import functools
 import re
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from holdfast.weights.disk import Disk, Folder, Item, OpenFile
 from holdfast.weights.layout import version_folder
 from holdfast.weights.manifest import STABLE, FileEntry, Manifest, TensorEntry, is_plain
 from holdfast.weights.shards import ADAPTER
+from holdfast.weights.trouble import NOT_A_FILE
 from holdfast.weights.writing import close_files, open_files
 
 __all__ = ["changed", "describe", "open_version", "rewritten"]
@@ -38,7 +38,6 @@ MAX_INDEX_BYTES = 64 << 20
 _SHARD = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _NUMBERED = re.compile(r"(.*)-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
-_NOT_A_FILE = (errno.ELOOP, errno.EINVAL, errno.EISDIR)
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -53,7 +52,7 @@ async def open_version(folder: Folder, number: int) -> dict[str, OpenFile]:
     except FileNotFoundError:
         raise _gone(number) from None
     except OSError as error:
-        if error.errno not in _NOT_A_FILE:
+        if error.errno not in NOT_A_FILE:
             raise
         raise Corrupt(f"{error.filename} of version {number} is not an ordinary file") from error
     try:

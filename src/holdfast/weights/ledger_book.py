@@ -16,14 +16,7 @@
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from holdfast.errors import (
-    Conflict,
-    Fenced,
-    Mistake,
-    NoRoom,
-    Retriable,
-    UnknownOutcome,
-)
+from holdfast.errors import Conflict, Fenced, Mistake, NoRoom, UnknownOutcome
 from holdfast.ledger import (
     Compare,
     Delete,
@@ -38,8 +31,9 @@ from holdfast.ledger import (
 )
 from holdfast.ledger.records import KEEP, Verdict, decode, load, put
 from holdfast.ledger.unreadable import Unreadable, readable
+from holdfast.retry import AGAIN, insist
 from holdfast.weights.book import Book, Member, Seat, View
-from holdfast.weights.ledger_seat import ATTEMPTS, LedgerSeat, life, pause
+from holdfast.weights.ledger_seat import PATIENCE, LedgerSeat, life
 from holdfast.weights.records import (
     Consumer,
     Head,
@@ -52,9 +46,6 @@ from holdfast.weights.records import (
 )
 
 __all__ = ["LedgerBook"]
-
-COMMIT_S = 30.0
-"""How long a publish goes on trying to be recorded while the ledger is away."""
 
 
 class LedgerBook(Book):
@@ -169,30 +160,35 @@ class LedgerBook(Book):
     async def commit(self, version: Version) -> None:
         """See `Book.commit`."""
         key = self._keys.version(version.version)
-        deadline_s = self._runtime.now() + COMMIT_S
-        attempt, certain = 0, True
-        while True:
-            try:
-                if await self._try_commit(key, version):
-                    return
-            except (Retriable, UnknownOutcome) as error:
-                certain = certain and not isinstance(error, UnknownOutcome)
-                if certain and isinstance(error, NoRoom):
-                    raise
-                if self._runtime.now() >= deadline_s:
-                    raise UnknownOutcome(
-                        f"version {version.version} may or may not have been published "
-                        f"({error}): publish it again, with the same contents, to find out",
-                        version=version.version,
-                    ) from error
-                await pause(self._runtime, attempt)
-            attempt += 1
+        certain = True
 
-    async def _try_commit(self, key: str, version: Version) -> bool:
+        def doubt(error: Exception) -> None:
+            nonlocal certain
+            certain = certain and not isinstance(error, UnknownOutcome)
+            if certain and isinstance(error, NoRoom):
+                raise error
+
+        try:
+            await insist(
+                self._runtime,
+                lambda: self._try_commit(key, version),
+                until=self._runtime.now() + self._runtime.ledger.timeouts.update_deadline_s,
+                failed=doubt,
+            )
+        except AGAIN as error:
+            if certain and isinstance(error, NoRoom):
+                raise
+            raise UnknownOutcome(
+                f"version {version.version} may or may not have been published "
+                f"({error}): publish it again, with the same contents, to find out",
+                version=version.version,
+            ) from error
+
+    async def _try_commit(self, key: str, version: Version) -> None:
         """Look, and commit if there is anything left to do."""
         entries = {entry.key: entry for entry in await self._everything()}
         if _is(version, entries.get(key)):
-            return True  # an answer was lost
+            return  # an answer was lost
         writer = entries.get(self._keys.writer)
         self._still_ours(Stored(writer, decode(Writer, writer)) if writer else None)
         head = entries.get(self._keys.head)
@@ -212,10 +208,9 @@ class LedgerBook(Book):
             ],
             [Get(key)],
         )
-        if txn.succeeded or _is(version, txn.results[0]):  # perhaps by a call before this one
-            return True
-        await self._check_guards()
-        return False
+        if not txn.succeeded and not _is(version, txn.results[0]):  # nor by a call before this
+            await self._check_guards()
+            raise Conflict(f"{self._keys.head} has just changed")
 
     async def _check_guards(self) -> None:
         """Raise when it is a fence from outside that no longer holds."""
@@ -230,21 +225,21 @@ class LedgerBook(Book):
         swept = Swept(version=version.version, epoch=version.epoch, content=version.content)
         newest = view.newest()  # if that is marked by now, others are needed than the view says
         good = [] if newest is None else [absent(self._keys.mark(newest.version))]
-        for attempt in range(ATTEMPTS):
-            try:
-                txn = await self._runtime.ledger.txn(
-                    [unchanged(entry), *good],
-                    [
-                        Delete(entry.key),
-                        Delete(self._keys.mark(version.version)),
-                        put(self._keys.swept(version.version), swept),
-                    ],
-                    [Get(entry.key)],
-                )
-            except (Retriable, UnknownOutcome):
-                await pause(self._runtime, attempt)
-                continue
+
+        async def once() -> bool:
+            txn = await self._runtime.ledger.txn(
+                [unchanged(entry), *good],
+                [
+                    Delete(entry.key),
+                    Delete(self._keys.mark(version.version)),
+                    put(self._keys.swept(version.version), swept),
+                ],
+                [Get(entry.key)],
+            )
             return txn.succeeded or txn.results[0] is None
+
+        with contextlib.suppress(*AGAIN):
+            return await PATIENCE.acall(once, on=AGAIN, clock=self._runtime)
         return False
 
     async def mark(self, number: int, reason: str) -> None:

@@ -34,23 +34,20 @@ from holdfast.ledger import (
     unchanged,
 )
 from holdfast.ledger.records import decode, load, put
+from holdfast.retry import AGAIN, MAX_S, Policy
 from holdfast.weights.book import Seat
 from holdfast.weights.records import Consumer, Head, Keys, Mark, Told, Version
 
-__all__ = ["ATTEMPTS", "LedgerSeat", "life", "pause"]
+__all__ = ["PATIENCE", "LedgerSeat", "life"]
 
-ATTEMPTS = 40
+PATIENCE = Policy(attempts=40, base_s=0.02, max_s=1.0, deadline_s=MAX_S)
+"""A call to the ledger has its own limit, so the number of attempts bounds these too."""
 
 
 def life(key: str) -> str:
     """What names one life of a consumer outside the ledger."""
     name, _, lease = key.rpartition("/")
     return f"{name.rpartition('/')[2]}-{lease}"
-
-
-async def pause(runtime: Runtime, attempt: int) -> None:
-    """Back off, with jitter."""
-    await runtime.sleep(min(1.0, 0.02 * 2**attempt) * (0.5 + runtime.random.random()))
 
 
 class LedgerSeat(Seat):
@@ -77,39 +74,32 @@ class LedgerSeat(Seat):
         self._key = self._keys.consumer(self._record.name, self._keeper.id)
         self.id = life(self._key)
         try:
-            await self._register()
+            await PATIENCE.acall(self._register, on=AGAIN, clock=self._runtime)
         except BaseException:
             await self.leave()
             raise
 
     async def _register(self) -> None:
-        for attempt in range(ATTEMPTS):
-            try:
-                head = await self._runtime.ledger.get(self._keys.head)
-                floor = decode(Head, head).version if head else 0
-                record = msgspec.structs.replace(self._record, floor=floor)
-                compare, touch = await self._keep(self._record.acknowledged)
-                txn = await self._runtime.ledger.txn(
-                    [
-                        absent(self._key),
-                        unchanged(head) if head else absent(self._keys.head),
-                        *compare,
-                    ],
-                    [*touch, put(self._key, record, lease=self._keeper.id), Get(self._key)],
-                    [Get(self._key)],
-                )
-            except (Retriable, UnknownOutcome) as error:
-                failure: Exception = error
-            else:
-                entry = txn.results[-1]
-                if entry is not None:  # just now, or by a call whose answer was lost
-                    self._entry, self._record = entry, decode(Consumer, entry)
-                    return
-                failure = Conflict(f"{self._keys.head} kept changing")
-            if not self._keeper.believes():
-                raise LeaseLost(f"the lease of {self._record.name} ended before it had joined")
-            await pause(self._runtime, attempt)
-        raise failure
+        if not self._keeper.believes():
+            raise LeaseLost(f"the lease of {self._record.name} ended before it had joined")
+        head = await self._runtime.ledger.get(self._keys.head)
+        floor = decode(Head, head).version if head else 0
+        record = msgspec.structs.replace(self._record, floor=floor)
+        compare, touch = await self._keep(self._record.acknowledged)
+        txn = await self._runtime.ledger.txn(
+            [
+                absent(self._key),
+                unchanged(head) if head else absent(self._keys.head),
+                *compare,
+            ],
+            [*touch, put(self._key, record, lease=self._keeper.id), Get(self._key)],
+            [Get(self._key)],
+        )
+        entry = txn.results[-1]
+        if entry is None:
+            raise Conflict(f"{self._keys.head} kept changing")
+        # Registered just now, or by a call whose answer was lost.
+        self._entry, self._record = entry, decode(Consumer, entry)
 
     async def _keep(self, number: int | None) -> tuple[list[Compare], list[Op]]:
         """What keeps a version that is served without a pin, if it is still there.
@@ -189,24 +179,19 @@ class LedgerSeat(Seat):
         Goes on while the lease lasts: an answer that was lost is looked for. When it cannot
         be settled the life is ended, because what the ledger holds is then unknown.
         """
-        for attempt in range(ATTEMPTS):
-            if not self._keeper.believes():
-                break
+
+        async def once() -> bool:
             assert self._entry is not None
-            try:
-                txn = await self._runtime.ledger.txn(
-                    [unchanged(self._entry), *compare],
-                    [put(self._key, record, lease=self._keeper.id), *ops, Get(self._key)],
-                    [Get(self._key)],
-                )
-            except (Retriable, UnknownOutcome):
-                await pause(self._runtime, attempt)
-                continue
-            except LeaseLost:
-                break
+            if not self._keeper.believes():
+                raise LeaseLost("it has ended by our own clock")
+            txn = await self._runtime.ledger.txn(
+                [unchanged(self._entry), *compare],
+                [put(self._key, record, lease=self._keeper.id), *ops, Get(self._key)],
+                [Get(self._key)],
+            )
             entry = txn.results[-1]
             if entry is None:
-                break
+                raise LeaseLost("its record is gone")
             same = entry.mod_revision == self._entry.mod_revision
             self._entry = entry
             if txn.succeeded or decode(Consumer, entry) == record:
@@ -214,7 +199,12 @@ class LedgerSeat(Seat):
                 return True
             if same:
                 return False
-        self.lost.set()
-        raise LeaseLost(
-            f"{self._record.name} lost its lease: what it had pinned may be deleted; pin again"
-        )
+            raise Conflict("an earlier call has arrived late")
+
+        try:
+            return await PATIENCE.acall(once, on=AGAIN, clock=self._runtime)
+        except (LeaseLost, Retriable, UnknownOutcome) as error:
+            self.lost.set()
+            raise LeaseLost(
+                f"{self._record.name} lost its lease: what it had pinned may be deleted; pin again"
+            ) from error

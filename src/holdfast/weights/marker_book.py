@@ -32,7 +32,7 @@ What is weaker:
 - **Names must be seen at once.** What one host has made or renamed must be there for another
   that looks afterwards: so it is on local disks, CephFS, Lustre and GPFS; on NFS only without
   caches of names and attributes (`lookupcache=none,noac`).
-- **News come by looking**, every `poll_s`.
+- **News come by looking**, every `marker_poll_s`.
 - A consumer that is not ours and only writes LOADED_STEP cannot pin: it is trusted to load
   nothing below its number, and counts as dead `foreign_lease_s` after it last wrote.
 - A version of a trainer that is not ours has no manifest: only its structure is checked (see
@@ -51,28 +51,21 @@ import msgspec
 
 from holdfast.errors import Conflict, Fenced, Mistake, NoRoom, Unavailable, UnknownOutcome
 from holdfast.ledger import Runtime
+from holdfast.retry import Policy
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book, Seat, View
 from holdfast.weights.disk import Disk
 from holdfast.weights.layout import Layout
 from holdfast.weights.marker_seat import MarkerSeat, bury
-from holdfast.weights.markers import (
-    FOREIGN_LEASE_S,
-    HEAD,
-    MAX_MARKER_BYTES,
-    Markers,
-    life,
-    telling,
-)
+from holdfast.weights.markers import HEAD, MAX_MARKER_BYTES, Markers, life, telling
 from holdfast.weights.policy import needed
 from holdfast.weights.records import Consumer, Head, Mark, Swept, Version, Writer
 from holdfast.weights.trouble import FULL
 
-__all__ = ["POLL_S", "MarkerBook"]
+__all__ = ["MarkerBook"]
 
-POLL_S = DEFAULTS.marker_poll_s
-"""How often to look for news."""
-ATTEMPTS = 40
+CLAIMING = Policy(attempts=40, base_s=0.005, max_s=0.2, jitter=1.0)
+"""Jitter, so that several who take over at once get out of each other's way."""
 RESERVE = "reserve"
 RESERVE_BYTES = 64 << 10
 """Room that is kept for giving up a version when the disk is full."""
@@ -88,8 +81,6 @@ class MarkerBook(Book):
         layout: Layout,
         name: str,
         *,
-        poll_s: float = POLL_S,
-        foreign_lease_s: float = FOREIGN_LEASE_S,
         sweep_foreign: bool = False,
         reading: bool = False,
     ) -> None:
@@ -97,9 +88,8 @@ class MarkerBook(Book):
         self._disk = disk
         self._layout = layout
         self._name = name
-        self._poll_s = poll_s
         self._sweep_foreign = sweep_foreign
-        self._markers = Markers(disk, layout, foreign_lease_s, reading=reading)
+        self._markers = Markers(disk, layout, reading=reading)
         self.epoch = 0
 
     # ---- publishing ----------------------------------------------------------
@@ -109,7 +99,7 @@ class MarkerBook(Book):
         if again:
             await self.check_writer()
         with telling(f"{self._name} cannot take over publishing"):
-            self.epoch = await self._claim()
+            self.epoch = await CLAIMING.acall(self._claim, on=Conflict, clock=self._runtime)
             head, recorded = await self._markers.head(), await self._markers.recorded()
             if head is not None and (recorded is None or recorded.version < head):
                 # A publisher died between the marker and this file.
@@ -118,21 +108,14 @@ class MarkerBook(Book):
 
     async def _claim(self) -> int:
         """Make the file of an epoch that nobody had, and that is the newest."""
-        writer = Writer(
-            epoch=0, name=self._name, nonce=f"{self._runtime.random.getrandbits(64):016x}"
-        )
-        for attempt in range(ATTEMPTS):
-            # Jitter, so that several who take over at once get out of each other's way.
-            await self._runtime.sleep(0.005 * attempt * self._runtime.random.random())
-            found = await self._markers.versions()
-            used = [one.version.epoch for one in found.values()]
-            epoch = max([0, *used, *await self._markers.listed(self._layout.writers)]) + 1
-            raw = msgspec.json.encode(msgspec.structs.replace(writer, epoch=epoch))
+        nonce = f"{self._runtime.random.getrandbits(64):016x}"
+        found = await self._markers.versions()
+        used = [one.version.epoch for one in found.values()]
+        epoch = max([0, *used, *await self._markers.listed(self._layout.writers)]) + 1
+        with contextlib.suppress(FileExistsError):
             async with await self._disk.folder(self._layout.writers) as folder:
-                try:
-                    await folder.write(str(epoch), [raw])
-                except FileExistsError:
-                    continue
+                raw = msgspec.json.encode(Writer(epoch=epoch, name=self._name, nonce=nonce))
+                await folder.write(str(epoch), [raw])
                 await folder.sync()
             # Somebody who was slow may get a number that was used and removed before.
             if epoch == await self._newest_epoch():
@@ -267,7 +250,8 @@ class MarkerBook(Book):
 
     async def _pause(self) -> None:
         # Jitter, so that a fleet does not look all at once.
-        await self._runtime.sleep(self._poll_s * (0.75 + 0.5 * self._runtime.random.random()))
+        jitter = 0.75 + 0.5 * self._runtime.random.random()
+        await self._runtime.sleep(DEFAULTS.marker_poll_s * jitter)
 
     # ---- giving up -----------------------------------------------------------
 

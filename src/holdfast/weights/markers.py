@@ -21,7 +21,7 @@ In a channel with a ledger only the files of consumers that are not ours mean an
 
 STABLE is written last. A foreign trainer that writes a step again may leave the old STABLE in
 place meanwhile; so a version with a file that is newer than its STABLE does not count before
-that file was left alone for `SETTLE_S`. (A copy of a folder may have such files for ever.)
+that file was left alone for `foreign_settle_s`. (A copy of a folder may have such files for ever.)
 
 Reading costs a few small calls per version folder and per consumer. Manifests are read once
 and remembered by inode, size and time.
@@ -47,7 +47,6 @@ from holdfast.weights.records import Consumer, Head, Mark, Swept, Version
 from holdfast.weights.trouble import DENIED, FULL, NOT_A_FILE, translate
 
 __all__ = [
-    "FOREIGN_LEASE_S",
     "HEAD",
     "HEARTBEAT",
     "LOADED_STEP",
@@ -62,12 +61,6 @@ __all__ = [
 ]
 
 HEAD, STATE, HEARTBEAT, LOADED_STEP = "HEAD", "STATE", "HEARTBEAT", "LOADED_STEP"
-
-FOREIGN_LEASE_S = DEFAULTS.foreign_lease_s
-"""How long a consumer that is not ours counts after it last wrote: it may load for long."""
-
-SETTLE_S = 10.0
-"""How long a foreign trainer may pause while it writes a step again under its old STABLE."""
 
 MAX_MARKER_BYTES = 64 << 10
 _HASH = re.compile(rb"[0-9a-f]{32}\s*")
@@ -159,9 +152,9 @@ def member(
     files: Mapping[str, Item],
     state: bytes | None,
     loaded: bytes | None,
-    foreign_lease_s: float,
 ) -> Member | None:
     """A consumer, from its folder's name and time and from what is in its files."""
+    foreign_lease_s = DEFAULTS.foreign_lease_s  # it may load for long
     seen_s = max((files[name].mtime_s for name in _SIGNS if name in files), default=None)
     if state is not None:
         try:
@@ -204,13 +197,10 @@ class Markers:
     nobody has ever been, is told as much as can be seen, by this machine's clock.
     """
 
-    def __init__(
-        self, disk: Disk, layout: Layout, foreign_lease_s: float, *, reading: bool = False
-    ) -> None:
+    def __init__(self, disk: Disk, layout: Layout, *, reading: bool = False) -> None:
         self.disk = disk
         self.layout = layout
         self._reading = reading
-        self._foreign_lease_s = foreign_lease_s
         self._known: dict[int, tuple[object, Found]] = {}
 
     async def versions(self) -> dict[int, Found]:
@@ -261,7 +251,7 @@ class Markers:
     async def _is_being_written(self, files: Mapping[str, Item]) -> bool:
         """Whether a foreign trainer seems to write a version again under its old STABLE."""
         until_s = written_until(files)
-        return until_s is not None and await self._now() < until_s + SETTLE_S
+        return until_s is not None and await self._now() < until_s + DEFAULTS.foreign_settle_s
 
     async def head(self) -> int | None:
         """The largest number that was ever published, as far as anybody knows."""
@@ -350,7 +340,7 @@ class Markers:
         except (FileNotFoundError, NotADirectoryError):
             return None  # it left while we looked
         name, made_s = (LOADED_STEP, 0.0) if item is None else (item.name, item.mtime_s)
-        return member(name, made_s, files, state, loaded, self._foreign_lease_s)
+        return member(name, made_s, files, state, loaded)
 
     async def _record(self, path: str, name: str, kind: type[R]) -> R | None:
         try:

@@ -214,13 +214,7 @@ class Publisher:
             known = await self._book.lookup(step)
             if known is not None:
                 return _same(known, content)
-            await make_room(
-                self._sweeper,
-                self._book,
-                self._retention,
-                step,
-                prepared.new_bytes() + _beside(prepared, carried),
-            )
+            await self._make_room(step, prepared.new_bytes() + _beside(prepared, carried))
             async with self._draft(ticket) as folder:
                 files_written = await write_shards(self._disk, folder, ticket, prepared)
                 return await self._complete(
@@ -238,7 +232,7 @@ class Publisher:
             if await self._book.lookup(step) is not None:
                 raise Mistake(f"version {step} was published before", version=step)
             ticket = await self._ticket(step, kind)
-            await make_room(self._sweeper, self._book, self._retention, step, new_bytes)
+            await self._make_room(step, new_bytes)
             await self._disk.make(ticket.path)
             faults.point(BEGUN)
             return ticket
@@ -257,8 +251,7 @@ class Publisher:
             async with self._draft(ticket, new=False) as folder:
                 await self._check_next(ticket.step)
                 parts = await read_parts(folder, ranks)
-                beside = sum(map(len, carried.values()))
-                await make_room(self._sweeper, self._book, self._retention, ticket.step, beside)
+                await self._make_room(ticket.step, sum(map(len, carried.values())))
                 return await self._complete(
                     folder,
                     ticket,
@@ -266,6 +259,10 @@ class Publisher:
                     [tensor for part in parts for tensor in part.tensors],
                     carried,
                 )
+
+    async def _make_room(self, step: int, new_bytes: int) -> None:
+        times = self._channel.timeouts
+        await make_room(self._sweeper, self._book, self._retention, step, new_bytes, times)
 
     async def _settle(self, ticket: Ticket) -> Version:
         """What became of a version whose commit was in doubt. Nothing of it can arrive now."""

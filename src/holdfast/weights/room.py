@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from holdfast import events
 from holdfast.errors import HoldfastError, NoRoom, TooLarge
 from holdfast.text import numbers, size
-from holdfast.timeouts import DEFAULTS
+from holdfast.timeouts import Timeouts
 from holdfast.weights.book import Book
 from holdfast.weights.policy import Hold, Retention
 from holdfast.weights.sweep import Report, Sweeper
@@ -16,8 +16,6 @@ from holdfast.weights.sweep import Report, Sweeper
 __all__ = ["Waiting", "holders", "make_room"]
 
 LOG = logging.getLogger("holdfast")
-TELL_S = 30.0
-"""How often a publisher that waits says so."""
 
 
 class Waiting(events.Event, frozen=True, tag="weights.waiting"):
@@ -29,7 +27,7 @@ class Waiting(events.Event, frozen=True, tag="weights.waiting"):
 
 
 async def make_room(
-    sweeper: Sweeper, book: Book, policy: Retention, step: int, new_bytes: int
+    sweeper: Sweeper, book: Book, policy: Retention, step: int, new_bytes: int, timeouts: Timeouts
 ) -> None:
     """Return when `new_bytes` fit into the budget; else an error names who holds what."""
     if policy.max_bytes and new_bytes > policy.max_bytes:
@@ -49,7 +47,7 @@ async def make_room(
         )
         try:
             async with asyncio.timeout(policy.wait_s):
-                report = await _until_room(sweeper, book, step, new_bytes, report)
+                report = await _until_room(sweeper, book, step, new_bytes, report, timeouts)
         except TimeoutError:  # we may have been stopped meanwhile: look once more
             report = await sweeper.sweep(new_bytes)
     if report.missing_bytes:
@@ -61,16 +59,16 @@ async def make_room(
 
 
 async def _until_room(
-    sweeper: Sweeper, book: Book, step: int, new_bytes: int, report: Report
+    sweeper: Sweeper, book: Book, step: int, new_bytes: int, report: Report, timeouts: Timeouts
 ) -> Report:
-    telling = asyncio.create_task(_tell(step, report))
+    telling = asyncio.create_task(_tell(step, report, timeouts.room_tell_s))
     try:
         async with contextlib.aclosing(book.changes()) as changes:
             coming = asyncio.ensure_future(anext(changes))
             try:
                 while True:
                     # A ledger does not tell of consumers that only write LOADED_STEP.
-                    await asyncio.wait({coming}, timeout=DEFAULTS.marker_poll_s)
+                    await asyncio.wait({coming}, timeout=timeouts.marker_poll_s)
                     if coming.done():
                         coming.result()
                         coming = asyncio.ensure_future(anext(changes))
@@ -85,13 +83,13 @@ async def _until_room(
         telling.cancel()
 
 
-async def _tell(step: int, report: Report) -> None:
+async def _tell(step: int, report: Report, every_s: float) -> None:
     """Say who is waited for, again and again, where people look."""
     while True:
         LOG.warning(
             "version %d waits for %s: %s", step, size(report.missing_bytes), holders(report.holds)
         )
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(every_s)
 
 
 def holders(holds: Sequence[Hold]) -> str:

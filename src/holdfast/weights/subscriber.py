@@ -36,6 +36,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Ledger
+from holdfast.retry import AGAIN, MAX_S, Policy, insist
 from holdfast.text import plural
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights import about, foreign
@@ -47,24 +48,16 @@ from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, de
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs
 from holdfast.weights.records import Consumer, Swept, Told, Version
-from holdfast.weights.trouble import translate
+from holdfast.weights.trouble import NOT_A_FILE, translate
 from holdfast.weights.writing import check_files, close_files, open_files
 
 __all__ = ["Subscriber"]
 
 LEASE_S = DEFAULTS.consumer_lease_s
-_NO_FILE = (
-    errno.ENOENT,
-    errno.ELOOP,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EINVAL,
-    errno.ENXIO,
-)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, *NOT_A_FILE)
 """Nothing, or a link, a folder, a pipe or a socket, is where a file was."""
-ATTEMPTS = 20
-LOOK_S = 2.0
-"""How long to look for what there is, for an error's message."""
+PATIENCE = Policy(attempts=20, base_s=0.1, max_s=2.0, deadline_s=MAX_S)
+"""A call to the ledger has its own limit, so the number of attempts bounds these too."""
 
 PINNED = faults.declare("weights.pin.recorded", "pinned in the book, no file open")
 OPENED = faults.declare("weights.pin.opened", "all files open, lease not checked again")
@@ -156,20 +149,17 @@ class Subscriber:
 
     async def _tend(self) -> None:
         """Come back by ourselves after our lease has ended, whatever is in the way for now."""
-        told = ""
         while True:
-            seat = self._seat
-            assert seat is not None
-            await seat.lost.wait()
-            try:
-                await self._sit()
-                told = ""
-            except HoldfastError as error:
-                if not isinstance(error, Retriable | UnknownOutcome | LeaseLost):
-                    if str(error) != told:
-                        self.channel.warn("%s cannot take its seat again: %s", self.name, error)
-                    told = str(error)
-                await self._runtime.sleep(0.5 + self._runtime.random.random())
+            assert self._seat is not None
+            await self._seat.lost.wait()
+            told: set[str] = set()
+
+            def tell(error: Exception, told: set[str] = told) -> None:
+                if not isinstance(error, (*AGAIN, LeaseLost)) and str(error) not in told:
+                    self.channel.warn("%s cannot take its seat again: %s", self.name, error)
+                    told.add(str(error))
+
+            await insist(self._runtime, self._sit, on=(HoldfastError, *AGAIN), failed=tell)
 
     # ---- looking -------------------------------------------------------------
 
@@ -224,15 +214,17 @@ class Subscriber:
         what: str,
     ) -> Version:
         """Ask `arrived` whenever the head moves, until it has an answer."""
+
+        async def follow() -> Version:
+            async with contextlib.aclosing(self._book.heads()) as heads:
+                async for head in heads:
+                    if (found := await arrived(head)) is not None:
+                        return found
+            raise AssertionError("heads go on for ever")
+
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    with contextlib.suppress(Retriable):  # the ledger is away: look again
-                        async with contextlib.aclosing(self._book.heads()) as heads:
-                            async for head in heads:
-                                if (found := await arrived(head)) is not None:
-                                    return found
-                    await self._runtime.sleep(0.2 + 0.2 * self._runtime.random.random())
+                return await insist(self._runtime, follow, on=Retriable)
         except TimeoutError:
             if (found := await self._look_once(arrived)) is not None:
                 return found
@@ -246,14 +238,14 @@ class Subscriber:
     ) -> Version | None:
         """What there is by now: a process that was stopped had no time to look."""
         with contextlib.suppress(Retriable, TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(self.channel.timeouts.last_look_s):
                 return await arrived((await self._book.view()).head)
         return None
 
     async def _known(self) -> str:
         """What there is instead of what somebody waits for."""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(self.channel.timeouts.last_look_s):
                 view = await self._book.view()
         except (HoldfastError, TimeoutError) as error:
             return f"it does not answer {error}".rstrip()
@@ -286,37 +278,20 @@ class Subscriber:
                 await self._unpin(seat, pin.number)
 
     async def _pin(self, version: int | None) -> tuple[Seat, Pin]:
-        failure: HoldfastError | None = None
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await self._runtime.sleep(
-                    min(2.0, 0.05 * 2**attempt) * (0.5 + self._runtime.random.random())
-                )
-            try:
-                seat = await self._sit()
-                number = version if version is not None else await self._newest()
-                record = await seat.pin(number)
-            except Gone as error:
-                if version is not None and not isinstance(error, LeaseLost):
-                    raise
-                failure = error
-                continue
-            except (Retriable, UnknownOutcome) as error:
-                failure = error
-                continue
+        async def once() -> tuple[Seat, Pin]:
+            seat = await self._sit()
+            number = version if version is not None else await self._newest()
+            record = await seat.pin(number)
             faults.point(PINNED)
             try:
                 return seat, await self._open(seat, record)
-            except (Gone, Retriable) as error:
-                failure = error
-                await self._unpin(seat, number)
-                if version is not None and not isinstance(error, LeaseLost | Retriable):
-                    raise
             except BaseException:
                 await self._unpin(seat, number)
                 raise
-        assert failure is not None
-        raise failure
+
+        # The newest may go before we have pinned it: then there is a newer one.
+        again = (*AGAIN, Gone if version is None else LeaseLost)
+        return await PATIENCE.acall(once, on=again, clock=self._runtime)
 
     async def _newest(self) -> int:
         newest = await self.latest()
@@ -422,24 +397,17 @@ class Subscriber:
             failed=failed,
             problem=problem,
         )
-        failure: HoldfastError | None = None
-        for _ in range(ATTEMPTS):
-            try:
-                seat = await self._sit()
-                await seat.report(told)
-            except (LeaseLost, Retriable, UnknownOutcome) as error:
-                failure = error
-                await self._runtime.sleep(0.2 * (0.5 + self._runtime.random.random()))
-                continue
+
+        async def once() -> None:
+            seat = await self._sit()
+            await seat.report(told)
             if not self._counts(seat):
-                failure = LeaseLost(f"{self.name} lost its lease while it reported")
-                continue
+                raise LeaseLost(f"{self.name} lost its lease while it reported")
             # What is staged is pinned, and a pin ends with its seat.
             brought = msgspec.structs.replace(told, staged=None)
             self._told = msgspec.structs.replace(brought.on(self._told), floor=0)
-            return
-        assert failure is not None
-        raise failure
+
+        await PATIENCE.acall(once, on=(*AGAIN, LeaseLost), clock=self._runtime)
 
 
 async def _read(

@@ -29,7 +29,7 @@ from holdfast.weights.channel import Channel
 from holdfast.weights.disk import Disk, Item
 from holdfast.weights.layout import Layout, epoch_of, number
 from holdfast.weights.manifest import MANIFEST, MARKER, MAX_MANIFEST_BYTES, STABLE, decode
-from holdfast.weights.markers import FOREIGN_LEASE_S, Markers
+from holdfast.weights.markers import Markers
 from holdfast.weights.policy import (
     Files,
     Hold,
@@ -119,7 +119,7 @@ class Sweeper:
         self._layout = channel.layout
         self._book = book
         self._retention = retention
-        self._foreign = Markers(channel.disk, channel.layout, FOREIGN_LEASE_S, reading=True)
+        self._foreign = Markers(channel.disk, channel.layout, reading=True)
 
     async def scan(self) -> Scan:
         """List the channel's folder."""

@@ -3,7 +3,7 @@
 `happened` compares two states and is pure; `watch` follows the book and compares. With a
 ledger nothing is missed while it is reached, and what happened while it was away is told when
 it is back. A consumer that leaves and one that dies look alike in the ledger: its record
-vanishes with its lease. Leases are looked at twice a second, so that the two are told apart
+vanishes with its lease. Leases are looked at every `show_s`, so that the two are told apart
 and a consumer that has gone silent is told of before its lease ends.
 """
 
@@ -17,14 +17,13 @@ from holdfast.errors import LeaseLost, Retriable, UnknownOutcome
 from holdfast.ledger import Entry, Record, follow
 from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.text import size
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.records import Consumer, Keys, Mark, Target, Version, Writer
 
 __all__ = ["OF_THE_LEDGER", "Happening", "State", "happened", "watch"]
 
-LOOK_S = 0.5
-SLACK_S = 0.3
 AWAY, BACK = "ledger away", "ledger back"
 OF_THE_LEDGER = (AWAY, BACK)
 """What is told of the ledger itself: no changes of the channel."""
@@ -173,7 +172,7 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
         coming = asyncio.ensure_future(anext(states))
         try:
             while True:
-                await asyncio.wait({coming}, timeout=LOOK_S)
+                await asyncio.wait({coming}, timeout=DEFAULTS.show_s)
                 news: list[Happening] = []
                 if coming.done():
                     after = coming.result()
@@ -217,7 +216,7 @@ class _Reach:
     async def look(self) -> list[Happening]:
         """Ask it something now and then; tells when it has gone and when it is back."""
         now_s = self._runtime.now()
-        if not self._channel.has_ledger or now_s < self._looked_s + LOOK_S:
+        if not self._channel.has_ledger or now_s < self._looked_s + DEFAULTS.show_s:
             return []
         since_s, self._looked_s = self._away_since_s, now_s
         try:
@@ -254,7 +253,10 @@ class _Leases:
         self._silent &= living.keys()
         for key in self._ends_s.keys() - living.keys():
             del self._ends_s[key]
-        if living.keys() <= self._ends_s.keys() and self._runtime.now() < self._looked_s + LOOK_S:
+        if (
+            living.keys() <= self._ends_s.keys()
+            and self._runtime.now() < self._looked_s + DEFAULTS.show_s
+        ):
             return []
         self._looked_s = self._runtime.now()
         found: list[Happening] = []
@@ -280,5 +282,7 @@ class _Leases:
         """Tell a lease that ended from a consumer that left."""
         if happening.what != "gone" or not self._channel.has_ledger:
             return happening
-        ended = self._runtime.now() >= self._ends_s.get(happening.life, float("inf")) - SLACK_S
+        # The last look at the lease may be as old as that.
+        seen_s = self._runtime.now() + DEFAULTS.show_s
+        ended = seen_s >= self._ends_s.get(happening.life, float("inf"))
         return msgspec.structs.replace(happening, what="lease ended" if ended else "left")
