@@ -29,6 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast import ledger as ledgers
+from holdfast.contrib.vllm.sampler import VllmSampler, VllmSettings
 from holdfast.engine.base import load_base
 from holdfast.engine.generate import Settings, generate
 from holdfast.engine.tiny import EOS, make_tiny
@@ -36,7 +37,6 @@ from holdfast.errors import Mistake, Unavailable
 from holdfast.loopthread import LoopThread
 from holdfast.proc import spawn
 from holdfast.rollout.episodes import Said
-from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
 from holdfast.weights import Publisher, Retention, Subscriber
 from peers.conftest import START_S
 from run import runs
@@ -251,7 +251,7 @@ def _head(group: dict[int, str]) -> int | None:
 _ALONE = """
 import asyncio, sys
 from pathlib import Path
-from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
+from holdfast.contrib.vllm.sampler import VllmSampler, VllmSettings
 
 async def main():
     settings = VllmSettings(command=sys.argv[1])

@@ -32,6 +32,8 @@ import msgspec
 import numpy as np
 
 from holdfast import events
+from holdfast.contrib.vllm.client import VllmServer, compare, expected
+from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.proc import HeldPort
@@ -39,8 +41,6 @@ from holdfast.rollout.episodes import Said, Speak
 from holdfast.rollout.sampler import Sampler
 from holdfast.servers import HOST
 from holdfast.tensors import Source
-from holdfast.weights.vllm import VllmServer, compare, expected
-from holdfast.weights.vllm_process import ServerProcess
 
 if TYPE_CHECKING:
     from holdfast.weights.pin import Pin

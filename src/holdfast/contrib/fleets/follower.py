@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
+from holdfast.contrib.fleets.plan import advance
 from holdfast.ledger import Entry, Runtime, absent, follow, unchanged
 from holdfast.ledger.records import decode, put
 from holdfast.ledger.unreadable import Unreadable, readable
-from holdfast.weights.fleet_plan import advance
 from holdfast.weights.records import Consumer, Keys, Target
 
 __all__ = ["Follower", "Plan"]
