@@ -31,6 +31,8 @@ from holdfast.contrib.fleets.follower import Follower
 from holdfast.contrib.fleets.plan import servable
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger import Runtime
+from holdfast.retry import AGAIN, Pauses
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.pin import Pin
 from holdfast.weights.records import Keys
 from holdfast.weights.subscriber import Subscriber
@@ -39,11 +41,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Engine", "ModuleEngine", "Replica"]
-
-RETRY_S = 1.0
-"""How long a replica waits before it tries again to load what it could not load."""
-LOOK_S = 0.5
-"""How often a caller who waits for the door looks whether it is open."""
 
 
 class Staged(events.Event, frozen=True, tag="weights.staged"):
@@ -221,17 +218,18 @@ class Replica:
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
         """Do a step whenever the fleet has moved, and again while it fails."""
+        pauses = Pauses(self._runtime)
         while True:
             seen = self._follower.count
             try:
                 await step()
-            except (Retriable, UnknownOutcome, LeaseLost):
-                await self._runtime.sleep(0.2 + 0.2 * self._runtime.random.random())
             except Exception as error:  # noqa: BLE001 -- the end of a task: it is recorded
-                problem = f"{type(error).__name__}: {error}"
-                events.emit(Troubled(replica=self.name, problem=problem))
-                await self._runtime.sleep(RETRY_S)
+                if not isinstance(error, (*AGAIN, LeaseLost)):
+                    problem = f"{type(error).__name__}: {error}"
+                    events.emit(Troubled(replica=self.name, problem=problem))
+                await pauses.wait(error)
             else:
+                pauses.reset()
                 await self._follower.moved(seen)
 
     @property
@@ -265,7 +263,7 @@ class Replica:
             if self._runtime.now() >= deadline_s:
                 raise Unavailable(f"{self.name} serves nothing now: ask another replica")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(LOOK_S, timeout_s)):
+                async with asyncio.timeout(min(DEFAULTS.fleet_door_s, timeout_s)):
                     self._changed.clear()
                     await self._changed.wait()
         self._inside += 1
@@ -287,7 +285,7 @@ class Replica:
         """Wait until nobody is inside, as long as there is need to."""
         while self._inside and still():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(DEFAULTS.fleet_door_s):
                     self._changed.clear()
                     await self._changed.wait()
         return not self._inside
@@ -368,8 +366,8 @@ class Replica:
         except Exception as error:
             await self._drop()
             await self._fail(goal, error)
-            await self._runtime.sleep(RETRY_S)
-            raise Unavailable(self._problem) from error  # tried again
+            again = Unavailable(self._problem, retry_after_s=DEFAULTS.fleet_retry_s)
+            raise again from error  # tried again
 
     async def _fail(self, version: int, error: Exception) -> None:
         """Tell that a version cannot be loaded now, so that nobody waits for us."""

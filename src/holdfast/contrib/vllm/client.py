@@ -57,6 +57,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.tensors import Source, size, sources
+from holdfast.timeouts import DEFAULTS
 
 if TYPE_CHECKING:
     import aiohttp
@@ -67,7 +68,6 @@ PauseMode = Literal["wait", "abort", "keep"]
 
 ANSWER_BYTES_MAX = 64 * 1024
 CHECKSUM_BYTES_MAX = 32 * 1024 * 1024
-CONNECT_S = 10.0
 _MESSAGE_CHARS_MAX = 300
 _PAD_ROWS = 64
 _PREFIX = "dp0:pp0:pcp0:tp0:"
@@ -224,7 +224,7 @@ class VllmServer:
     async def healthy(self) -> bool:
         """Whether the server is reached and its engine runs. Says nothing about its weights."""
         try:
-            status, _ = await self._ask("GET", "/health")
+            status, _ = await self.ask("GET", "/health")
         except (Unavailable, TimedOut):
             return False
         return status == 200
@@ -264,7 +264,7 @@ class VllmServer:
             raise Mistake("pause the server first: its prefix cache would outlive the weights")
         request = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         try:
-            status, data = await self._ask("POST", "/collective_rpc", body=request, once=True)
+            status, data = await self.ask("POST", "/collective_rpc", body=request, once=True)
         except TimedOut as error:
             raise UnknownOutcome(f"{error}: it may have loaded {path}, or half of it") from None
         if status == 500 and await self.healthy():
@@ -281,7 +281,7 @@ class VllmServer:
         `Corrupt` when the last load failed: there are no weights to look at then.
         """
         body = {"action": "checksum"}
-        status, data = await self._ask(
+        status, data = await self.ask(
             "POST", "/weight_checker", body=body, limit=CHECKSUM_BYTES_MAX
         )
         if status == 500 and await self.healthy():
@@ -350,10 +350,10 @@ class VllmServer:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        status, data = await self._ask(method, path, body=body, query=query)
+        status, data = await self.ask(method, path, body=body, query=query)
         return self._check(status, data, path)
 
-    async def _ask(
+    async def ask(
         self,
         method: str,
         path: str,
@@ -361,15 +361,21 @@ class VllmServer:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         limit: int = ANSWER_BYTES_MAX,
+        limit_s: float | None = None,
         once: bool = False,
     ) -> tuple[int, bytes]:
-        """Send one request. With `once`, an answer that broke off is `UnknownOutcome`."""
+        """Send one request; the status and the body of the answer, of at most `limit` bytes.
+
+        With `once`, an answer that broke off is `UnknownOutcome`. `limit_s` is for this request
+        in the place of `call_s`.
+        """
         session = self._open()
-        connect_s = min(CONNECT_S, self.call_s * 0.8)
+        limit_s = self.call_s if limit_s is None else limit_s
+        connect_s = min(DEFAULTS.client_connect_s, limit_s * 0.8)
         limits = self._aiohttp.ClientTimeout(total=None, connect=connect_s, ceil_threshold=1e9)
         try:
             async with (
-                asyncio.timeout(self.call_s),
+                asyncio.timeout(limit_s),
                 session.request(
                     method,
                     self.url + path,
@@ -390,7 +396,7 @@ class VllmServer:
             raise Unavailable(f"vLLM at {self.url} was not reached: {_line(error)}") from None
         except TimeoutError:
             raise TimedOut(
-                f"vLLM at {self.url} did not answer {path} within {self.call_s:g} s"
+                f"vLLM at {self.url} did not answer {path} within {limit_s:g} s"
             ) from None
         except (self._aiohttp.ClientError, OSError) as error:
             told = f"vLLM at {self.url} broke off its answer to {path}: {_line(error)}"

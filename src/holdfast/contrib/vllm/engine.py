@@ -55,6 +55,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Election, Ledger, LiveRuntime, join
+from holdfast.retry import Pauses
 from holdfast.tensors import Source
 from holdfast.weights.layout import MAX_VERSION
 from holdfast.weights.pin import Pin
@@ -66,8 +67,6 @@ LOADING = 10**17
 """The label of a server that is being loaded. No version has such a number."""
 HEALING = 2 * 10**17
 """The label of a server that is being loaded after a load that failed."""
-RETRY_S = 0.5
-RETIRE_S = 5.0
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -160,6 +159,7 @@ class VllmEngine(Engine):
         `Unavailable` when it is no longer ours.
         """
         self._retired = False
+        pauses = Pauses()
         while True:
             try:
                 async with self._turn:
@@ -168,7 +168,7 @@ class VllmEngine(Engine):
                 if not self.may():
                     raise
                 self._give_up(str(error))
-                await asyncio.sleep(RETRY_S)
+                await pauses.wait(error)
             else:
                 return
 
@@ -201,7 +201,7 @@ class VllmEngine(Engine):
         """Pause the server, if it can be done soon, and resume it no more before `found`."""
         self._retired, self._met, self._open = True, False, False
         with contextlib.suppress(Retriable, UnknownOutcome, TimeoutError):
-            async with asyncio.timeout(RETIRE_S), self._turn:
+            async with asyncio.timeout(self._away_s), self._turn:
                 await self._server.pause("wait")
 
     # ---- what the replica calls ------------------------------------------------------
@@ -253,7 +253,7 @@ class VllmEngine(Engine):
     async def pause(self) -> None:
         """See `Engine.pause`. A server that cannot be paused for `away_s` is lost."""
         self._open = False
-        begun_s = time.monotonic()
+        begun_s, pauses = time.monotonic(), Pauses()
         while True:
             try:
                 async with self._turn:
@@ -264,7 +264,7 @@ class VllmEngine(Engine):
                     raise
                 if time.monotonic() - begun_s > self._away_s:
                     raise self._give_up(f"vLLM at {self.url} cannot be paused: {error}") from error
-                await asyncio.sleep(RETRY_S)
+                await pauses.wait(error)
 
     async def resume(self) -> None:
         """See `Engine.resume`; `Unavailable` when the server does not hold what we loaded."""
@@ -432,6 +432,7 @@ async def serve_vllm(
     is beyond healing, and ends with us. Otherwise somebody else looks after it.
     """
     runtime = LiveRuntime(ledger)
+    pauses = Pauses(runtime)
     engine = engine or VllmEngine(url, dtype=dtype, tied=tied, api_key=api_key, drain_s=drain_s)
     place = join("servers", re.sub(r"[^A-Za-z0-9.]+", "-", engine.url))
     election = Election(runtime, place, name, ttl_s=lease_s / 2)
@@ -457,8 +458,9 @@ async def serve_vllm(
                     losses = engine.losses
                     async with subscriber, Replica(subscriber, engine), _retiring(engine):
                         await engine.lost(losses)
-            except (Retriable, UnknownOutcome, LeaseLost):
-                await runtime.sleep(RETRY_S * (0.5 + runtime.random.random()))
+                    pauses.reset()
+            except (Retriable, UnknownOutcome, LeaseLost) as error:
+                await pauses.wait(error)
 
 
 @contextlib.asynccontextmanager

@@ -33,16 +33,11 @@ from pathlib import Path
 from holdfast import events
 from holdfast.errors import MissingPackage, TimedOut
 from holdfast.proc import Child, spawn
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ServerProcess"]
 
-LOOK_S = 0.2
-"""How often to look whether the server still runs."""
-STEADY_S = 300.0
-"""A server that ran for so long is started again soon, however often others have ended."""
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 60.0
-END_S = 5.0
-"""How long the keeper may take to remove what is left of a server."""
 
 # With the standard library only and a bare interpreter: it lives as long as the server does.
 # SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
@@ -138,14 +133,14 @@ class ServerProcess:
             try:
                 self._child = spawn(keeper, name=self._name, env=env, log=self._log)
                 while self._child.alive():  # noqa: ASYNC110 -- its end is no event of the loop
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(DEFAULTS.vllm_look_s)
             finally:
                 self.end()
                 shutil.rmtree(place, ignore_errors=True)
             ran_s = time.monotonic() - begun_s
             events.emit(ServerEnded(name=self._name, ran_s=ran_s))
             ended()
-            pause_s = PAUSE_MIN_S if ran_s > STEADY_S else pause_s
+            pause_s = PAUSE_MIN_S if ran_s > DEFAULTS.vllm_steady_s else pause_s
             await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_MAX_S, 2 * pause_s)
 
@@ -156,5 +151,5 @@ class ServerProcess:
         if self._child.alive():
             os.kill(self._child.pid, signal.SIGHUP)
             with contextlib.suppress(TimedOut):  # the keeper is stopped, or very slow
-                self._child.wait(END_S)
+                self._child.wait(DEFAULTS.vllm_end_s)
         self._child.kill_group()
