@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 
 from benchmarks.weights_child import CHANNEL, bare_load, places, shard_paths
 from holdfast import ledger, proc
+from holdfast.contrib.fleets.fleet import Fleet
 from holdfast.ledger import Ledger
 from holdfast.tensors import sources
 from holdfast.weights import Publisher, Retention, Subscriber
-from holdfast.weights.fleet import Fleet
 from holdfast.weights.policy import Acknowledgement, Needs, OnDisk, Pin, deletable, holds
 from holdfast.weights.shards import plan
 

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast import ledger
+from holdfast.contrib.fleets.replica import ModuleEngine, Replica
 from holdfast.weights import Pin, Subscriber
 from holdfast.weights.layout import Layout
-from holdfast.weights.replica import ModuleEngine, Replica
 from holdfast.weights.sync import SyncPin, SyncSubscriber, open_subscriber
 
 CHANNEL = "policy"

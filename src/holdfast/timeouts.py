@@ -321,6 +321,24 @@ RULES: tuple[Rule, ...] = (
         "a group may take longer than a lease; the end of the lease says whether to wait for it",
     ),
     Rule(
+        "fleet_look_s",
+        "<",
+        "fleet_hold_s",
+        "a round that has taken too long must be seen before the next time has passed, too",
+    ),
+    Rule(
+        "vllm_hold_s",
+        "<",
+        "replica_call_s",
+        "a question that was held must be answered before its orchestrator asks another replica",
+    ),
+    Rule(
+        "vllm_answer_s",
+        "<",
+        "replica_call_s",
+        "a server that hangs must be noticed by its replica before the orchestrator gives it up",
+    ),
+    Rule(
         "show_s",
         "<",
         "ending_s",
@@ -386,6 +404,25 @@ class Timeouts(BaseModel):
     fleet_hold_s: float = _seconds(
         30.0, "How long the replicas of a fleet may take to stop serving."
     )
+    fleet_look_s: float = _seconds(
+        2.0, "How often members of a fleet look whether a time has passed while nothing moves."
+    )
+    fleet_retry_s: float = _seconds(
+        1.0, "How long a replica of a fleet waits before it loads again what it could not load."
+    )
+    fleet_door_s: float = _seconds(
+        0.5, "How often a caller who waits for a replica of a fleet looks whether it serves."
+    )
+    vllm_look_s: float = _seconds(
+        0.2, "How often a vLLM server of ours is looked at: whether it runs, whether it answers."
+    )
+    vllm_steady_s: float = _seconds(
+        300.0, "A vLLM server that ran for so long is started again soon, whatever was before."
+    )
+    vllm_end_s: float = _seconds(
+        5.0, "How long it may take to remove what is left of a vLLM server."
+    )
+    vllm_load_s: float = _seconds(300.0, "How long a vLLM server may take to load a version.")
     marker_poll_s: float = _seconds(
         0.5, "How often a channel without a ledger is looked at by whoever waits."
     )
@@ -508,6 +545,19 @@ class Timeouts(BaseModel):
     )
     replica_version_s: float = _seconds(
         30.0, "How long a replica waits for the version that it is asked to sample with."
+    )
+
+    vllm_hold_s: float = _seconds(
+        20.0, "How long a question is held while a replica's vLLM server starts."
+    )
+    vllm_answer_s: float = _seconds(
+        100.0, "How long a replica's vLLM server may take to answer before it is killed."
+    )
+    environment_load_s: float = _seconds(
+        120.0, "How long somebody's environment may take to load with its libraries."
+    )
+    environment_end_s: float = _seconds(
+        1.0, "How long the process of an environment may take to end by itself."
     )
 
     # ---- run, views

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from broken.variant import Make, variant
+from holdfast.contrib.fleets.fleet import Fleet
+from holdfast.contrib.fleets.follower import Follower, Plan
+from holdfast.contrib.fleets.plan import advance, begin, servable
+from holdfast.contrib.fleets.replica import Replica
 from holdfast.errors import Gone
 from holdfast.ledger import Entry, absent, unchanged
 from holdfast.ledger.records import put
 from holdfast.sim.protocols.fleet import FleetProtocol
-from holdfast.weights.fleet import Fleet
-from holdfast.weights.fleet_plan import advance, begin, servable
-from holdfast.weights.follower import Follower, Plan
 from holdfast.weights.records import Consumer, Target
-from holdfast.weights.replica import Replica
 
 __all__ = ["BROKEN"]
 

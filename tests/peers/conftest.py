@@ -124,8 +124,8 @@ async def vllm(
     vllm_process: VllmProcess, models: dict[int, Path], request: pytest.FixtureRequest
 ) -> AsyncIterator[Any]:
     """A client of the server, which serves version 1."""
+    from holdfast.contrib.vllm.client import VllmServer
     from holdfast.errors import Corrupt
-    from holdfast.weights.vllm import VllmServer
 
     log = vllm_process.log
     request.node.stash[_SHOWN] = (log, log.stat().st_size if log.exists() else 0)

@@ -21,18 +21,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
 
 from holdfast import ledger as ledgers
+from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
+from holdfast.contrib.fleets.replica import Replica
+from holdfast.contrib.vllm.client import VllmServer, expected
+from holdfast.contrib.vllm.engine import HEALING, LOADING, VllmEngine, serve_vllm
+from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.errors import Unavailable
 from holdfast.ledger import Ledger
 from holdfast.proc import HeldPort, spawn
-from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
-from holdfast.weights.replica import Replica
 from holdfast.weights.subscriber import Subscriber
-from holdfast.weights.vllm import VllmServer, expected
-from holdfast.weights.vllm_engine import HEALING, LOADING, VllmEngine, serve_vllm
-from holdfast.weights.vllm_process import ServerProcess
 from peers.conftest import ENVIRONMENT, MODEL, ONE_PROCESS, START_S, VllmProcess, command
 from peers.tiny_model import make_model
 
@@ -252,7 +252,7 @@ async def test_an_adapter_has_the_layout_of_peft(tmp_path: Path) -> None:
 def test_importing_needs_neither_torch_nor_http(tmp_path: Path) -> None:
     """Whoever imports the engine does not import torch or aiohttp by that."""
     code = (
-        "import sys, holdfast.weights.vllm_engine\n"
+        "import sys, holdfast.contrib.vllm.engine\n"
         "assert not {'torch', 'aiohttp', 'vllm'} & sys.modules.keys()"
     )
     with spawn([sys.executable, "-c", code], log=tmp_path / "log") as child:
@@ -426,8 +426,8 @@ async def _serves(fleet: Fleet, bench: Bench, number: int) -> bool:
 _DRIVER = """
 import asyncio, sys
 from holdfast import ledger
-from holdfast.weights.vllm import VllmServer
-from holdfast.weights.vllm_engine import serve_vllm
+from holdfast.contrib.vllm.client import VllmServer
+from holdfast.contrib.vllm.engine import serve_vllm
 
 root, place, url, lease_s, hang = sys.argv[1:]
 load = VllmServer.reload

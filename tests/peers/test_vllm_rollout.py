@@ -29,14 +29,14 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast import ledger as ledgers
+from holdfast.contrib.vllm.sampler import VllmSampler, VllmSettings
 from holdfast.engine.base import load_base
 from holdfast.engine.generate import Settings, generate
 from holdfast.engine.tiny import EOS, make_tiny
 from holdfast.errors import Mistake, Unavailable
 from holdfast.loopthread import LoopThread
 from holdfast.proc import spawn
-from holdfast.rollout.episodes import Said
-from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
+from holdfast.rollout.episodes import Said, Say
 from holdfast.weights import Publisher, Retention, Subscriber
 from peers.conftest import START_S
 from run import runs
@@ -149,8 +149,12 @@ class Bench:
         max_tokens: int = MAX_TOKENS,
     ) -> list[Said]:
         """Continue a prompt, as a replica does it."""
-        speak = self.sampler.speak(version, temperature, max_tokens)
-        return self.sampler.thread.submit(speak, prompt, count, seed).result(120)
+        return self._thread.run(
+            self._say(self.sampler.say(version, temperature, max_tokens), prompt, count, seed)
+        )
+
+    async def _say(self, say: Say, prompt: Sequence[int], count: int, seed: int) -> list[Said]:
+        return await say(prompt, count, seed)
 
     def spoken(self, version: int) -> None:
         """It speaks, and these are the log probabilities of this version and of no other."""
@@ -251,7 +255,7 @@ def _head(group: dict[int, str]) -> int | None:
 _ALONE = """
 import asyncio, sys
 from pathlib import Path
-from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
+from holdfast.contrib.vllm.sampler import VllmSampler, VllmSettings
 
 async def main():
     settings = VllmSettings(command=sys.argv[1])

@@ -16,8 +16,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from holdfast.contrib.vllm.client import VllmServer, compare, expected
 from holdfast.errors import Corrupt, Mistake, TimedOut, Unavailable, UnknownOutcome
-from holdfast.weights.vllm import VllmServer, compare, expected
 from peers.conftest import MODEL, VllmProcess
 from peers.tiny_model import greedy, make_model
 

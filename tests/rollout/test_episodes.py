@@ -11,7 +11,7 @@ from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Task
 from holdfast.rollout.episodes import Episode, Said, Say, Speak, play
-from holdfast.rollout.sampler import Sampler
+from holdfast.rollout.sampler import ThreadSampler
 
 TASK = Task("00 to 99?", "50")
 
@@ -97,7 +97,7 @@ async def test_speaking_has_its_own_thread() -> None:
     """`speak` never runs in the event loop's thread, but in the sampler's."""
     threads: set[str] = set()
 
-    class Engine(Sampler):
+    class Engine(ThreadSampler):
         exact = True
 
         def has(self, version: int) -> bool:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from holdfast import ledger
+from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
+from holdfast.contrib.fleets.replica import Engine, ModuleEngine, Replica
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin, Subscriber
-from holdfast.weights.fleet import Fleet, FleetPolicy
-from holdfast.weights.replica import Engine, ModuleEngine, Replica
 
 ITEMS = 8
 

@@ -22,14 +22,14 @@ import pytest
 import torch
 
 from holdfast import ledger, proc
+from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
+from holdfast.contrib.fleets.replica import Engine, ModuleEngine, Replica
 from holdfast.errors import HoldfastError, Mistake, Unavailable
 from holdfast.ledger import Ledger, LiveRuntime, follow
 from holdfast.ledger.records import decode
 from holdfast.servers import EtcdServer
 from holdfast.weights import Pin, Publisher, Subscriber
-from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.records import Consumer, Keys, Target
-from holdfast.weights.replica import Engine, ModuleEngine, Replica
 from weights.family import Kid
 from weights.fleet_child import ITEMS, number, weights
 

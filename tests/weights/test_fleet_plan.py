@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.weights.fleet_plan import advance, begin, offered, servable
+from holdfast.contrib.fleets.plan import advance, begin, offered, servable
 from holdfast.weights.records import Consumer, Target
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from holdfast import proc
+from holdfast.contrib.fleets.fleet import FleetPolicy
+from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin, Subscriber
-from holdfast.weights.fleet import FleetPolicy
-from holdfast.weights.replica import Engine, Replica
 from weights.family import Kid
 from weights.fleet_child import number
 from weights.test_fleet import LEASE_S, POLICY, House, here, house

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import proc
+from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.errors import MissingPackage, Mistake
-from holdfast.weights.vllm_process import ServerProcess
 from patience import HANG_S
 
 TREE = Path(__file__).with_name("tree_child.py")

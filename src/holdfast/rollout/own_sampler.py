@@ -13,7 +13,7 @@ from holdfast.engine.base import Lora, load_base
 from holdfast.engine.determinism import settle
 from holdfast.engine.generate import Settings, generate
 from holdfast.rollout.episodes import Said, Speak
-from holdfast.rollout.sampler import Sampler
+from holdfast.rollout.sampler import ThreadSampler
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ KEEP = 3
 """Versions in memory: that of this step's samples, the next one, and one to evaluate."""
 
 
-class OwnSampler(Sampler):
+class OwnSampler(ThreadSampler):
     """Speaks with Holdfast's engine."""
 
     exact = True

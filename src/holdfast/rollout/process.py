@@ -23,7 +23,6 @@ from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.rollout.environments import Judge
 from holdfast.rollout.replica import Replica
 from holdfast.rollout.sampler import Sampler
-from holdfast.rollout.vllm_sampler import VllmSampler, VllmSettings
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Queue
 from holdfast.weights import Subscriber
@@ -58,8 +57,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     threads: int = 1
     host: str = "127.0.0.1"
     lease_s: float = DEFAULTS.replica_lease_s
-    vllm: VllmSettings | None = None
-    """None: our own engine, in this process."""
+    vllm: dict[str, object] | None = None
+    """How a vLLM server is started. None: our own engine, in this process."""
 
 
 async def serve(settings: ReplicaSettings) -> None:
@@ -121,8 +120,10 @@ async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asynci
 def _sampler(settings: ReplicaSettings) -> Sampler:
     base = Path(settings.model)
     if settings.vllm is not None:
+        from holdfast.contrib.vllm.sampler import VllmSampler, VllmSettings
+
         log = Path(settings.folder) / "logs" / f"{settings.name}.vllm.log"
-        return VllmSampler(base, settings.vllm, log)
+        return VllmSampler(base, msgspec.convert(settings.vllm, VllmSettings), log)
     from holdfast.rollout.own_sampler import OwnSampler  # torch, which takes seconds
 
     lora_rank, device, threads = settings.lora_rank, settings.device, settings.threads

@@ -13,7 +13,6 @@ from holdfast.gateway.serve import Part
 from holdfast.jobs.host_process import HostSettings
 from holdfast.proc.forkserver import ForkServer
 from holdfast.rollout.process import ReplicaSettings
-from holdfast.rollout.vllm_sampler import VllmSettings
 from holdfast.run.folder import Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
@@ -110,7 +109,7 @@ def parts_of(
     return parts
 
 
-def _vllm(folder: Folder) -> VllmSettings | None:
+def _vllm(folder: Folder) -> dict[str, object] | None:
     """How replicas start their servers; None if they have none."""
     rollout = folder.config.rollout
     if rollout.kind != "vllm":
@@ -121,7 +120,7 @@ def _vllm(folder: Folder) -> VllmSettings | None:
             f"rollout.vllm.command = {rollout.vllm.command!r}: there is no such program. Give the "
             "path of the vllm of the environment that it is installed in"
         )
-    return VllmSettings(**rollout.vllm.model_dump())
+    return rollout.vllm.model_dump()
 
 
 def _trainer(folder: Folder, base: Path) -> str:

@@ -33,11 +33,11 @@ from holdfast.views.told import kind_of, text_of
 
 if TYPE_CHECKING:  # these need packages of other extras, or take long to import
     from holdfast.chaos.runs import Healed, Planned, Struck
+    from holdfast.contrib.fleets.replica import Switched, Withdrawn
     from holdfast.launch.crew import CrewEnded
     from holdfast.launch.warm import WarmLost, WarmReady
     from holdfast.launch.workers import WorkerStarted
     from holdfast.weights.publisher import Published
-    from holdfast.weights.replica import Switched, Withdrawn
 
 __all__ = ["Entry", "Epoch", "Picture", "Version"]
 

@@ -29,7 +29,7 @@ _MODULES = (
     "holdfast.rollout.happenings",
     "holdfast.run.happenings",
     "holdfast.weights.publisher",
-    "holdfast.weights.replica",
+    "holdfast.contrib.fleets.replica",
 )
 """Where the events are declared that a picture is made of."""
 _TEXT_CHARS = 300

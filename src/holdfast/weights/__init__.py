@@ -13,6 +13,9 @@ consumer may load it; its number is never used again. `publisher.py`, `subscribe
 `sweep.py` say how; `policy.py` decides what may go.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from holdfast.errors import MissingPackage
 
 try:
@@ -23,15 +26,17 @@ except ImportError as _error:
         f"{_error.name} is not installed: pip install 'holdfast[weights]'"
     ) from _error
 
-from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention, deletable
 from holdfast.weights.publisher import Publisher
 from holdfast.weights.records import Swept, Version
-from holdfast.weights.replica import Engine, ModuleEngine, Replica
 from holdfast.weights.subscriber import Subscriber
 from holdfast.weights.sync import open_publisher, open_subscriber
 from holdfast.weights.writing import Ticket, write_part
+
+if TYPE_CHECKING:
+    from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
+    from holdfast.contrib.fleets.replica import Engine, ModuleEngine, Replica
 
 del _numpy, _xxhash
 
@@ -53,3 +58,18 @@ __all__ = [
     "open_subscriber",
     "write_part",
 ]
+
+_FLEETS = {
+    "Engine": "replica",
+    "Fleet": "fleet",
+    "FleetPolicy": "fleet",
+    "ModuleEngine": "replica",
+    "Replica": "replica",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What belongs to fleets is imported when it is asked for."""
+    if name not in _FLEETS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"holdfast.contrib.fleets.{_FLEETS[name]}"), name)

@@ -35,14 +35,11 @@ from holdfast.rollout.environments.wire import (
     AskTasks,
     Question,
 )
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Outside"]
 
 _T = TypeVar("_T")
-
-LOAD_S = 120.0
-"""Importing somebody's libraries may take long."""
-_END_S = 1.0
 
 
 class Outside:
@@ -90,7 +87,7 @@ class Outside:
         self._process = process = await _Process.start(self._name)
         load = AskLoad(self._name, self._options)
         try:
-            self._limits = await self._exchange(process, load, Limits, LOAD_S)
+            self._limits = await self._exchange(process, load, Limits, DEFAULTS.environment_load_s)
         except (Mistake, Spoilt) as error:
             self._drop(process)
             if self._limits is not None:
@@ -196,7 +193,7 @@ class _Process:
         """Let it end by itself, for a moment."""
         self._writer.close()
         with contextlib.suppress(TimedOut):
-            await asyncio.to_thread(self.child.wait, _END_S)
+            await asyncio.to_thread(self.child.wait, DEFAULTS.environment_end_s)
         self.child.kill_group()
 
 

@@ -20,6 +20,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
+from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Gone, LeaseLost, Mistake, Retriable, UnknownOutcome
 from holdfast.ledger import Batch, Runtime, absent, unchanged
 from holdfast.ledger.records import decode, put
@@ -27,11 +29,9 @@ from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.world import Node
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
-from holdfast.weights.fleet import Fleet, FleetPolicy
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import OnDisk, Retention, deletable
 from holdfast.weights.records import Consumer, Head, Keys, Target, Version
-from holdfast.weights.replica import Engine, Replica
 from holdfast.weights.subscriber import Subscriber
 
 __all__ = ["FleetProtocol"]

@@ -24,36 +24,34 @@ import secrets
 import shlex
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import httpx
 import msgspec
 import numpy as np
 
 from holdfast import events
+from holdfast.contrib.vllm.client import VllmServer, compare, expected
+from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.proc import HeldPort
-from holdfast.rollout.episodes import Said, Speak
+from holdfast.rollout.episodes import Said, Say
 from holdfast.rollout.sampler import Sampler
 from holdfast.servers import HOST
 from holdfast.tensors import Source
-from holdfast.weights.vllm import VllmServer, compare, expected
-from holdfast.weights.vllm_process import ServerProcess
+from holdfast.timeouts import DEFAULTS
 
 if TYPE_CHECKING:
     from holdfast.weights.pin import Pin
 
 __all__ = ["VllmSampler", "VllmSettings"]
 
-HOLD_S = 20.0
-"""How long whoever asks is held while the server starts: not for ever, and not in vain."""
-LOAD_S = 300.0
-ANSWER_S = 100.0
 AT_ONCE = 64
 """Samples of one request: vLLM takes at most as many as it computes at a time."""
-LOOK_S = 0.1
+TOKEN_BYTES_MAX = 1024
+"""What one token of an answer may take, with its log probability; and the rest beside them."""
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _KNOWN = ("llama", "qwen2")
 """Types of models of which every parameter can be compared."""
@@ -136,8 +134,7 @@ class VllmSampler(Sampler):
         argv += ["--served-model-name", self._name, "--host", HOST, "--port", str(port)]
         argv += ["--dtype", settings.dtype, "--enable-scale-out", *shlex.split(settings.arguments)]
         self._process = ServerProcess(argv, env={**_ENVIRONMENT, **settings.env}, log=log)
-        self._server = VllmServer(self.url, call_s=LOAD_S)
-        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False)
+        self._server = VllmServer(self.url, call_s=DEFAULTS.vllm_load_s)
         self._stack = contextlib.AsyncExitStack()
         # Of the server's present life: whether it answers, and what it holds.
         self._life = 0
@@ -145,14 +142,11 @@ class VllmSampler(Sampler):
         self._up = False
         self._loaded: int | None = None
         self._context = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
         self._began = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._held.close)
-            stack.callback(self._http.close)
             stack.push_async_callback(self._server.close)
             await stack.enter_async_context(self._process.running(self._ended))
             await self._begin()
@@ -160,7 +154,6 @@ class VllmSampler(Sampler):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await super().__aexit__()
         await self._stack.aclose()
 
     # ---- the server ------------------------------------------------------------
@@ -172,15 +165,10 @@ class VllmSampler(Sampler):
         self._up, self._loaded = False, None
 
     def _end_life(self, life: int) -> None:
-        """Kill the server, from any thread, unless that life of it is over already."""
-
-        def end() -> None:
-            if life == self._life:
-                self._up, self._loaded = False, None
-                self._process.end()
-
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(end)
+        """Kill the server, unless that life of it is over already."""
+        if life == self._life:
+            self._up, self._loaded = False, None
+            self._process.end()
 
     async def _begin(self) -> None:
         """Wait for the first server; one that cannot start is a reason to give up."""
@@ -192,15 +180,15 @@ class VllmSampler(Sampler):
                     f"vLLM was not ready after {self._settings.start_s:g} s (start_s): "
                     f"{self._last_words()}"
                 )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(DEFAULTS.vllm_look_s)
 
     async def _hold(self) -> None:
         """Wait for a server that is there, for a while."""
-        until = time.monotonic() + HOLD_S
+        until = time.monotonic() + DEFAULTS.vllm_hold_s
         while not await self._ready():
             if time.monotonic() > until:
                 raise Unavailable(f"vLLM at {self.url} is starting: ask another replica")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(DEFAULTS.vllm_look_s)
 
     async def _ready(self) -> bool:
         """Whether the server is there, and ours."""
@@ -209,20 +197,21 @@ class VllmSampler(Sampler):
         life = self._life
         if not await self._server.healthy():
             return False
-        context = await asyncio.to_thread(self._ask_context)
+        context = await self._ask_context()
         if context and life == self._life:
             self._up, self._context = True, context
             seconds = round(time.monotonic() - self._began, 3)
             events.emit(ServerReady(url=self.url, seconds=seconds))
         return self._up
 
-    def _ask_context(self) -> int:
+    async def _ask_context(self) -> int:
         """How long a text may be, as the server says; 0 if it is not ours."""
         try:
-            models = self._http.get("/v1/models").json()["data"]
+            _, data = await self._server.ask("GET", "/v1/models")
+            models = msgspec.json.decode(data)["data"]
             (found,) = [one for one in models if one["id"] == self._name]
             return int(found["max_model_len"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        except (HoldfastError, ValueError, LookupError, TypeError):
             return 0
 
     def _last_words(self) -> str:
@@ -283,10 +272,10 @@ class VllmSampler(Sampler):
 
     # ---- speaking --------------------------------------------------------------
 
-    def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
+    def say(self, version: int, temperature: float, max_tokens: int) -> Say:
         """What continues prompts with the version that is loaded."""
 
-        def say(prompt: Sequence[int], count: int, seed: int) -> list[Said]:
+        async def say(prompt: Sequence[int], count: int, seed: int) -> list[Said]:
             room = self._context - len(prompt)
             if room < 1:
                 raise Mistake(
@@ -311,24 +300,28 @@ class VllmSampler(Sampler):
                     "token_ids": list(prompt),
                     "sampling_params": {**params, **some},
                 }
-                said += self._read(self._post(body), version, some["n"])
+                said += self._read(await self._post(body), version, some["n"])
             return said if temperature else said * count
 
         return say
 
-    def _post(self, body: dict[str, Any]) -> bytes:
-        life = self._life
+    async def _post(self, body: dict[str, Any]) -> bytes:
+        life, params = self._life, body["sampling_params"]
         try:
-            answer = self._http.post("/inference/v1/generate", json=body)
-        except httpx.TimeoutException:
+            status, data = await self._server.ask(
+                "POST",
+                "/inference/v1/generate",
+                body=body,
+                limit=TOKEN_BYTES_MAX * (64 + params["n"] * params["max_tokens"]),
+                limit_s=DEFAULTS.vllm_answer_s,
+            )
+        except TimedOut as error:
             self._end_life(life)
-            raise TimedOut(f"vLLM did not answer within {ANSWER_S:g} s: started again") from None
-        except httpx.HTTPError as error:
-            raise Unavailable(f"vLLM at {self.url}: {type(error).__name__} {error}") from None
-        if answer.status_code == httpx.codes.OK:
-            return answer.content
-        text = f"vLLM answers {answer.status_code}: {answer.text[:300]}"
-        if answer.status_code == httpx.codes.BAD_REQUEST:
+            raise TimedOut(f"{error}: it is started again") from None
+        if status == HTTPStatus.OK:
+            return data
+        text = f"vLLM answers {status}: {data[:300].decode(errors='replace')}"
+        if status == HTTPStatus.BAD_REQUEST:
             raise Mistake(text)
         self._end_life(life)
         raise Unavailable(f"{text}: it is started again")

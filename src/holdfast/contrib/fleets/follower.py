@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
+from holdfast.contrib.fleets.plan import advance
 from holdfast.ledger import Entry, Runtime, absent, follow, unchanged
 from holdfast.ledger.records import decode, put
 from holdfast.ledger.unreadable import Unreadable, readable
-from holdfast.weights.fleet_plan import advance
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.records import Consumer, Keys, Target
 
 __all__ = ["Follower", "Plan"]
 
 Plan = Callable[[Target, Iterable[Consumer], float], Target | None]
 """The fleet's next target, or None: from the target, the members, and how long it has stood."""
-
-LOOK_S = 2.0
-"""How often to look whether a deadline has passed while nothing moves."""
 
 
 class Follower:
@@ -67,7 +65,7 @@ class Follower:
     async def moved(self, seen: int) -> None:
         """Wait until something moved since `count` was `seen`, or it is time to look again."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(DEFAULTS.fleet_look_s):
                 while self.count == seen:
                     self._moved.clear()
                     await self._moved.wait()

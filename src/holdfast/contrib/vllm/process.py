@@ -1,0 +1,155 @@
+"""A vLLM server of our own: started, ended with whatever it started, started again.
+
+    process = ServerProcess([*"vllm serve MODEL --port 8000".split()], log=Path("vllm.log"))
+    await serve_vllm(root, ledger, "policy", "r0", "http://127.0.0.1:8000", process=process)
+
+vLLM is several processes (API server, EngineCore, workers). When the first is killed the
+others stay, with the memory that the next server needs. Here they are one process group, led
+by a small keeper that starts the server and ends the group when the server has ended.
+
+Invariants:
+
+- Whoever is killed, none of the group is left, be it the server (the keeper ends the group),
+  the keeper (we do), or we (the kernel tells the keeper). Only what left the group by itself
+  stays; vLLM does not.
+- Nor are its sockets left, or its shared memory unless the keeper itself is killed: a killed
+  vLLM cannot remove them. They are in a folder for each life (`VLLM_RPC_BASE_PATH`), and what
+  processes of the group have mapped under the names that Python gives. A semaphore of 32 bytes
+  stays in `/dev/shm`: nobody has it open, so nothing says whose it is.
+- A server that keeps ending is started ever more slowly.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from holdfast import events
+from holdfast.errors import MissingPackage, TimedOut
+from holdfast.proc import Child, spawn
+from holdfast.timeouts import DEFAULTS
+
+__all__ = ["ServerProcess"]
+
+PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 60.0
+
+# With the standard library only and a bare interpreter: it lives as long as the server does.
+# SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
+# server: handled here, because what is ignored would be ignored by the server as well.
+_KEEPER = """
+import contextlib, ctypes, os, shutil, signal, subprocess, sys
+
+def shared():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getpgid(int(name)) == os.getpgrp():
+                with open(f"/proc/{name}/maps") as lines:
+                    for line in lines:
+                        path = line.rstrip().rpartition(" ")[2]
+                        if path.startswith("/dev/shm/psm_"):
+                            yield path
+        except OSError:
+            pass
+
+def end(*_):
+    try:
+        for path in {*shared()}:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    finally:
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+signal.signal(signal.SIGHUP, end)
+signal.signal(signal.SIGTERM, lambda *_: None)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGHUP)
+if os.getppid() != int(sys.argv[1]):
+    end()
+try:
+    code = subprocess.Popen(sys.argv[3:]).wait()
+    print(f"keeper: {sys.argv[3]} ended with code {code}", file=sys.stderr, flush=True)
+finally:
+    end()
+"""
+
+
+class ServerEnded(events.Event, frozen=True, tag="weights.server_ended"):
+    """A server of ours has ended, and what was left of it was killed."""
+
+    name: str
+    ran_s: float
+
+
+class ServerProcess:
+    """Keeps one server running. Its address must be in `argv`, and always the same.
+
+    `env` is added to our environment, and `VLLM_SERVER_DEV_MODE=1`, which the weights need.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        name: str = "vLLM",
+    ) -> None:
+        if shutil.which(argv[0]) is None:
+            raise MissingPackage(f"the program {argv[0]} was not found (install the package vllm)")
+        self._argv = list(argv)
+        self._env = {"VLLM_SERVER_DEV_MODE": "1", **(env or {})}
+        self._log = log
+        self._name = name
+        self._child: Child | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self, ended: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+        """Keep it running meanwhile; `ended` is called whenever it has ended.
+
+        To be used in a thread that lives as long as the server should.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(self._run(ended), name=f"{self._name} runs")
+                yield
+                task.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run(self, ended: Callable[[], None]) -> None:
+        pause_s = PAUSE_MIN_S
+        while True:
+            begun_s = time.monotonic()
+            place = tempfile.mkdtemp(prefix="holdfast-vllm-")
+            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), place, *self._argv]
+            env = {**self._env, "VLLM_RPC_BASE_PATH": place}
+            try:
+                self._child = spawn(keeper, name=self._name, env=env, log=self._log)
+                while self._child.alive():  # noqa: ASYNC110 -- its end is no event of the loop
+                    await asyncio.sleep(DEFAULTS.vllm_look_s)
+            finally:
+                self.end()
+                shutil.rmtree(place, ignore_errors=True)
+            ran_s = time.monotonic() - begun_s
+            events.emit(ServerEnded(name=self._name, ran_s=ran_s))
+            ended()
+            pause_s = PAUSE_MIN_S if ran_s > DEFAULTS.vllm_steady_s else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+
+    def end(self) -> None:
+        """Kill the server with all that it started. While `running` it is started again."""
+        if self._child is None:
+            return
+        if self._child.alive():
+            os.kill(self._child.pid, signal.SIGHUP)
+            with contextlib.suppress(TimedOut):  # the keeper is stopped, or very slow
+                self._child.wait(DEFAULTS.vllm_end_s)
+        self._child.kill_group()
