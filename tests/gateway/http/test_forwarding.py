@@ -386,7 +386,7 @@ async def test_a_silent_upstream_is_lost_after_its_time() -> None:
         else:
             await asyncio.sleep(60)
 
-    async with passing(script, answer_s=1.5) as (_up, _handler, caller):
+    async with passing(script, Limits(answer_s=1.5)) as (_up, _handler, caller):
         await caller.send(request(target="/slow"))
         assert (await caller.answer()).body == b"x" * 12
         await caller.send(request(target="/silent"))
