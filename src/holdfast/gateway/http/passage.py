@@ -206,13 +206,12 @@ class Passage:
         if self.outcome.done():
             return
         if self._mode == "wait":
-            self.outcome.set_result(Lost(reason, reused=self._line.uses > 1))
+            self.outcome.set_result(Lost(reason))
         elif self._mode == "withhold":
             self._settle()
         else:
             assert self._answer is not None
-            status, taken = self._answer.status, self._intake.received_bytes
-            self.outcome.set_result(Truncated(status, taken, self._bytes_out, reason))
+            self.outcome.set_result(Truncated(self._answer.status, self._bytes_out, reason))
             self._connection.cut()
 
     def on_writable(self, writable: bool) -> None:
@@ -259,8 +258,7 @@ class Passage:
         assert self._answer is not None
         if self._mode == "relay":
             self.on_flush()
-            taken = self._intake.received_bytes
-            self.outcome.set_result(Relayed(self._answer.status, taken, self._bytes_out))
+            self.outcome.set_result(Relayed(self._answer.status, self._bytes_out))
         else:
             answer = self._answer
             self.outcome.set_result(Withheld(answer.status, answer.headers, self._withheld))
