@@ -271,6 +271,12 @@ RULES: tuple[Rule, ...] = (
         factor=4.0,
     ),
     Rule(
+        "control_pace_s",
+        "<",
+        "control_call_s",
+        "a question that waits for its turn must not wait for longer than for its answer",
+    ),
+    Rule(
         "control_call_s",
         "<",
         "doubt_s",
@@ -526,6 +532,10 @@ class Timeouts(BaseModel):
     )
     control_call_s: float = _seconds(
         3.0, "How long the client waits for the control plane to tell a job's state."
+    )
+    control_pace_s: float = _seconds(
+        0.1,
+        "How far apart the client's questions to a control plane are while many doubt.",
     )
     ending_s: float = _seconds(
         2.0, "How long a stream of the page, or a warm-up that was interrupted, may take to end."

@@ -216,19 +216,25 @@ async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
     assert trainers() == []
 
 
-async def test_a_host_that_died_silently_is_noticed_within_its_lease(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """RUNNING is kept alive by a lease: what its host left behind is taken over by another."""
-    await jobs.create("a", "j", {})
-    found = await jobs.get("a", "j")
-    lease = await jobs.runtime.ledger.grant(2.0)
+async def left_running(jobs: Jobs, account: str, lease_s: float) -> tuple[Seen, int]:
+    """A job "j" that is RUNNING under the lease of a host that is not there; and the lease."""
+    await jobs.create(account, "j", {})
+    found = await jobs.get(account, "j")
+    lease = await jobs.runtime.ledger.grant(lease_s)
     taken = decide.take(found.job, "dead", jobs.wall())
     assert taken is not None
     assert await jobs.commit(found, taken, ops=[jobs.alive_op(taken, lease.id)])
     await jobs.update(
-        "a", "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
+        account, "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
     )
+    return found, lease.id
+
+
+async def test_a_host_that_died_silently_is_noticed_within_its_lease(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """RUNNING is kept alive by a lease: what its host left behind is taken over by another."""
+    found, _ = await left_running(jobs, "a", 2.0)
     began = time.monotonic()
     async with host(tmp_path):
         again = await until(jobs, lambda it: is_running(it) and it.job.host == "h1")

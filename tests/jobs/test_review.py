@@ -28,7 +28,7 @@ from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Lease, Ledger, LiveRuntime, Put, Range, Txn
 from holdfast.timeouts import Timeouts
-from jobs.test_host import BUDGET, TOY, is_running, line_of, trainers, until
+from jobs.test_host import BUDGET, TOY, is_running, left_running, line_of, trainers, until
 from patience import HANG_S
 
 BARE = """
@@ -276,14 +276,8 @@ async def test_running_ends_with_the_lease_also_without_another_host(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """A trainer that died silently with the only host stops being RUNNING for those who ask."""
-    await jobs.create("x", "j", {})
-    found = await jobs.get("x", "j")
-    lease = await jobs.runtime.ledger.grant(5.0)
-    taken = decide.take(found.job, "h", jobs.wall())
-    assert taken is not None
-    assert await jobs.commit(found, taken, ops=[jobs.alive_op(taken, lease.id)])
-    await jobs.update("x", "j", lambda it: decide.ready(it.job, it.job.epoch, "h:1", jobs.wall()))
-    await jobs.runtime.ledger.revoke(lease.id)
+    _, lease = await left_running(jobs, "x", 5.0)
+    await jobs.runtime.ledger.revoke(lease)
     path = "/v1/accounts/x/rlorTrainerJobs/j"
     reply = await (await api(jobs, tmp_path)).handle("x", Request("GET", path))
     assert json.loads(reply.body)["state"] != "JOB_STATE_RUNNING"

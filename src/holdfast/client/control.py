@@ -4,8 +4,8 @@ When a route is lost, hundreds of requests are in doubt at once. They share thei
 
 - Whoever asks joins a question that has not been sent yet, never one that is under way: an
   answer is always newer than the doubt.
-- Questions are sent at least `PACE_S` apart, per control plane and event loop. Whoever asks
-  after a pause waits for nothing.
+- Questions are sent at least `control_pace_s` apart, per control plane and event loop. Whoever
+  asks after a pause waits for nothing.
 - A question has `timeout_s`, counted in steps of the event loop's own time: a loop that is busy
   with our own requests does not use it up.
 
@@ -37,10 +37,8 @@ from holdfast.timeouts import DEFAULTS
 __all__ = ["ControlPlane"]
 
 MAX_BODY_BYTES: Final = 1 << 20
-PACE_S: Final = 0.1
-"""Bounds the load on a control plane while many are in doubt; too short for anybody to notice."""
 _STEP_S = 0.1
-"""How finely the loop's own time is counted."""
+"""How finely the loop's own time is counted: the clock of `_within`, no setting."""
 _PREFIX = "JOB_STATE_"
 _CHARS = 100
 
@@ -101,7 +99,7 @@ class _Desk:
 
     async def _put(self, plane: ControlPlane) -> str | HoldfastError:
         now = asyncio.get_running_loop().time
-        await asyncio.sleep(max(0.0, self._sent_s + PACE_S - now()))
+        await asyncio.sleep(max(0.0, self._sent_s + DEFAULTS.control_pace_s - now()))
         self._sent_s, self._next = now(), None
         try:
             return _state(*await _within(plane.timeout_s, self._ask(plane)))

@@ -29,9 +29,7 @@ from holdfast.errors import (
 
 __all__ = [
     "AGAIN",
-    "CODE_CHARS",
     "GONE",
-    "ROUTE_NOT_READY",
     "RUNNING",
     "SHOULD_RETRY",
     "Kind",

@@ -7,7 +7,9 @@ import shlex
 import ssl
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -30,6 +32,8 @@ from holdfast.text import clean
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["accounts", "serve"]
+
+T = TypeVar("T")
 
 ONE_ACCOUNT = "one-account"
 """What `--allow-commands` without a value says."""
@@ -321,6 +325,18 @@ def _is_ready(host: str, port: int, *, tls: bool) -> bool:
         return False
 
 
+def _with_accounts(
+    url: str | None, run: str, work: Callable[[Accounts], Coroutine[Any, Any, T]]
+) -> T:
+    """Do something with the accounts of a run."""
+
+    async def opening() -> T:
+        async with ledger.open(ledger.lasting(url)) as opened:
+            return await work(Accounts(LiveRuntime(opened), run, time.time))
+
+    return asyncio.run(opening())
+
+
 @click.group()
 def accounts() -> None:
     """Make and revoke API keys."""
@@ -332,16 +348,14 @@ def accounts() -> None:
 def accounts_list(url: str | None, run: str) -> None:
     """Show accounts and the ids of their keys."""
 
-    async def work() -> None:
-        async with ledger.open(ledger.lasting(url)) as opened:
-            book = Accounts(LiveRuntime(opened), run, time.time)
-            for one in await book.unreadable():
-                click.echo(f"{one.key.rpartition('/')[2]}: UNREADABLE: {clean(one.reason, 300)}")
-            for account in await book.all():
-                keys = ", ".join(key.id for key in account.keys) or "no keys"
-                click.echo(f"{account.name}: {keys}")
+    async def work(book: Accounts) -> None:
+        for one in await book.unreadable():
+            click.echo(f"{one.key.rpartition('/')[2]}: UNREADABLE: {clean(one.reason, 300)}")
+        for account in await book.all():
+            keys = ", ".join(key.id for key in account.keys) or "no keys"
+            click.echo(f"{account.name}: {keys}")
 
-    asyncio.run(work())
+    _with_accounts(url, run, work)
 
 
 @accounts.command("key")
@@ -352,13 +366,8 @@ def accounts_list(url: str | None, run: str) -> None:
 def accounts_key(account: str, url: str | None, run: str, days: float) -> None:
     """Make an API key for ACCOUNT (which is made with its first one), and print it, once."""
 
-    async def work() -> None:
-        async with ledger.open(ledger.lasting(url)) as opened:
-            book = Accounts(LiveRuntime(opened), run, time.time)
-            key, _ = await book.add_key(account, lives_s=days * 86_400.0)
-            click.echo(key)
-
-    asyncio.run(work())
+    lives_s = days * 86_400.0
+    click.echo(_with_accounts(url, run, lambda book: book.add_key(account, lives_s))[0])
 
 
 @accounts.command("revoke")
@@ -368,9 +377,4 @@ def accounts_key(account: str, url: str | None, run: str, days: float) -> None:
 @_RUN
 def accounts_revoke(account: str, key_id: str, url: str | None, run: str) -> None:
     """Take a key back. Gateways refuse it as soon as they hear of it."""
-
-    async def work() -> None:
-        async with ledger.open(ledger.lasting(url)) as opened:
-            await Accounts(LiveRuntime(opened), run, time.time).revoke(account, key_id)
-
-    asyncio.run(work())
+    _with_accounts(url, run, lambda book: book.revoke(account, key_id))

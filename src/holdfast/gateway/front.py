@@ -271,10 +271,10 @@ async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
         hold_s=DEFAULTS.body_hold_s,
     )
     match outcome:
-        case Relayed(status, _, sent):
+        case Relayed(status, sent):
             visit.status, visit.sent = status, sent
             return Sent("done")
-        case Truncated(status, _, sent, reason):
+        case Truncated(status, sent, reason):
             visit.status, visit.sent, visit.code = status, sent, "truncated"
             return Sent("done", reason)
         case Withheld():

@@ -5,7 +5,7 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -23,22 +23,15 @@ from holdfast.errors import (
 )
 from holdfast.fetch import fetch
 from holdfast.jobs.note import find_service
+from holdfast.jobs.records import GONE
 from holdfast.machine import state_dir
 from holdfast.text import clean, table
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Remote", "jobs"]
 
-_ENDED = (
-    "FAILED",
-    "CANCELLED",
-    "COMPLETED",
-    "EARLY_STOPPED",
-    "DELETED",
-    "ARCHIVED",
-    "PAUSED",
-    "UNREADABLE",
-)
+_ENDED = (GONE | {"PAUSED"}) - {"CANCELLING", "DELETING"}
+"""Nothing more is waited for."""
 
 
 class Remote:
@@ -76,6 +69,15 @@ class Remote:
             message = answer.get("message") or answer.get("detail") or f"status {status}"
             raise _ERRORS.get(status, Mistake if status < 500 else Unavailable)(message)
         return answer
+
+    def pages(self, path: str, what: str, more: str = "") -> Iterator[Any]:
+        """Everything that a path lists, page by page."""
+        token = ""
+        while True:
+            page = self.call("GET", f"{path}?pageSize=200&pageToken={token}{more}")
+            yield from page[what]
+            if not (token := page["nextPageToken"]):
+                return
 
     def job(self, name: str = "", rest: str = "") -> str:
         """The path of a job, or of all."""
@@ -163,17 +165,12 @@ def _way(account: str, name: str) -> str:
 @_remote
 def list_(remote: Remote, as_json: bool, everything: bool) -> None:
     """List your jobs."""
-    rows, token = [], ""
-    while True:
-        also = "&showDeleted=1" if everything else ""
-        page = remote.call("GET", f"{remote.job()}?pageSize=200&pageToken={token}{also}")
-        for job in page["rlorTrainerJobs"]:
-            if as_json:
-                click.echo(json.dumps(job))
-            rows.append(_row(job))
-        token = page["nextPageToken"]
-        if not token:
-            break
+    rows = []
+    also = "&showDeleted=1" if everything else ""
+    for job in remote.pages(remote.job(), "rlorTrainerJobs", also):
+        if as_json:
+            click.echo(json.dumps(job))
+        rows.append(_row(job))
     if not as_json:
         for line in table(("job", "state", "epoch", "changed", "why"), rows):
             click.echo(line)
@@ -205,15 +202,10 @@ def url(remote: Remote, name: str) -> None:
 @_remote
 def checkpoints(remote: Remote, name: str) -> None:
     """List what a job's trainer has saved, with the hash of the weights."""
-    rows, token = [], ""
-    while True:
-        page = remote.call("GET", remote.job(name, f"/checkpoints?pageSize=200&pageToken={token}"))
-        for one in page["checkpoints"]:
-            what = one["checkpointType"], str(one["step"]), one["contentHash"]
-            rows.append((clean(one["path"], 120), *what, one["createTime"][:19]))
-        token = page["nextPageToken"]
-        if not token:
-            break
+    rows = []
+    for one in remote.pages(remote.job(name, "/checkpoints"), "checkpoints"):
+        what = one["checkpointType"], str(one["step"]), one["contentHash"]
+        rows.append((clean(one["path"], 120), *what, one["createTime"][:19]))
     for line in table(("path", "kind", "step", "weights", "saved"), rows):
         click.echo(line)
 

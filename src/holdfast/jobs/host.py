@@ -295,22 +295,14 @@ class Host:
 
     def _is_forgotten(self, it: Seen) -> bool:
         """Whether we have taken this job and do not know it: the answer to it was lost."""
-        return (
-            it.lives
-            and it.job.state == "CREATING"
-            and it.alive_entry is not None
-            and it.alive_entry.lease == self._keeper.id
-            and it.job.epoch > self._begun.get(it.job.name, 0)
-        )
+        unknown = it.job.epoch > self._begun.get(it.job.name, 0)
+        mine = it.lives and it.hangs_on(self._keeper.id)
+        return mine and unknown and it.job.state == "CREATING"
 
     def _is_left_over(self, it: Seen) -> bool:
         """Whether a sign of life of ours stands for an incarnation that was ended unbegun."""
-        return (
-            it.alive is not None
-            and it.alive_entry is not None
-            and it.alive_entry.lease == self._keeper.id
-            and it.alive.epoch < it.job.epoch
-        )
+        older = it.alive is not None and it.alive.epoch < it.job.epoch
+        return older and it.hangs_on(self._keeper.id)
 
     async def _is_ours(self, job: Job, secret: str) -> bool:
         """Whether the alive key of our own lease is there for this epoch, as we wrote it."""
@@ -319,8 +311,7 @@ class Host:
             found is not None
             and found.lives
             and found.job.epoch == job.epoch
-            and found.alive_entry is not None
-            and found.alive_entry.lease == self._keeper.id
+            and found.hangs_on(self._keeper.id)
             and found.alive is not None
             and found.alive.secret == secret
         )

@@ -31,7 +31,6 @@ from holdfast.ledger.types import Compare, Entry, Op, Put, absent, join, unchang
 __all__ = [
     "GONE",
     "LIVE",
-    "RESUMABLE",
     "STATES",
     "TOMBSTONES",
     "Account",
@@ -66,20 +65,7 @@ STATES: Final[tuple[State, ...]] = State.__args__  # type: ignore[attr-defined] 
 LIVE: Final = frozenset[State]({"CREATING", "RUNNING"})
 """States in which an incarnation may act."""
 TOMBSTONES: Final = frozenset[State]({"DELETED", "ARCHIVED"})
-RESUMABLE: Final = frozenset[State]({"FAILED", "CANCELLED", "PAUSED", "COMPLETED"})
-GONE: Final = frozenset[State](
-    {
-        "FAILED",
-        "CANCELLING",
-        "CANCELLED",
-        "COMPLETED",
-        "EARLY_STOPPED",
-        "DELETING",
-        "DELETED",
-        "ARCHIVED",
-        "UNREADABLE",
-    }
-)
+GONE: Final = frozenset(STATES) - LIVE - {"PENDING", "PAUSED"}
 """States in which a caller is told that there is nothing to wait for."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]

@@ -45,6 +45,10 @@ class Seen(msgspec.Struct, frozen=True):
         """Whether the incarnation of the job's present epoch is alive."""
         return self.alive is not None and self.alive.epoch == self.job.epoch
 
+    def hangs_on(self, lease: int) -> bool:
+        """Whether the sign of life is bound to this lease."""
+        return self.alive_entry is not None and self.alive_entry.lease == lease
+
 
 Decide = Callable[[Seen], Job | None]
 

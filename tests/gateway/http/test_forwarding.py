@@ -119,7 +119,6 @@ async def test_a_withheld_or_refused_request_goes_elsewhere_whole(size: int, cod
             assert isinstance(withheld, Withheld)
             assert (withheld.status, withheld.body) == (421, b"wrong")
         assert isinstance(relayed, Relayed)
-        assert relayed.bytes_in == size
         assert [seen.body == body for seen in right.seen] == [True]
         assert handler.cannot_replay == [False, False]
 
@@ -194,12 +193,12 @@ async def test_lost_means_that_it_may_have_taken_effect() -> None:
         answer = await caller.answer()
         assert (answer.status, answer.body) == (502, b"Lost")
     assert [seen.body for seen in up.seen] == [b"gradient"]
-    assert handler.outcomes == [Lost(handler.outcomes[0].reason, reused=False)]  # type: ignore[union-attr]  # compared
+    assert [type(one) for one in handler.outcomes] == [Lost]
 
 
 async def test_a_reused_line_that_closes_is_lost_and_never_sent_again() -> None:
     """The upstream takes a second request on a kept line and closes without an answer: that
-    is Lost with `reused`, and the request was written exactly once."""
+    is Lost, and the request was written exactly once."""
 
     async def script(up: Upstream, reader: Reader, writer: Writer, seen: Seen) -> None:
         if len(up.seen) == 2:
@@ -212,10 +211,7 @@ async def test_a_reused_line_that_closes_is_lost_and_never_sent_again() -> None:
             await caller.send(request("POST", body=b"x"))
             await caller.answer()
         assert up.connections == 1
-    assert isinstance(handler.outcomes[0], Relayed)
-    lost = handler.outcomes[1]
-    assert isinstance(lost, Lost)
-    assert lost.reused
+    assert [type(one) for one in handler.outcomes] == [Relayed, Lost]
     assert len(up.seen) == 2
 
 
@@ -386,7 +382,7 @@ async def test_a_silent_upstream_is_lost_after_its_time() -> None:
         else:
             await asyncio.sleep(60)
 
-    async with passing(script, answer_s=1.5) as (_up, _handler, caller):
+    async with passing(script, Limits(answer_s=1.5)) as (_up, _handler, caller):
         await caller.send(request(target="/slow"))
         assert (await caller.answer()).body == b"x" * 12
         await caller.send(request(target="/silent"))

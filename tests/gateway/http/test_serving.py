@@ -232,7 +232,6 @@ async def test_a_field_that_would_inject_another_is_refused(field: tuple[bytes, 
             for call in (
                 lambda: exchange.answer(200, [field]),
                 lambda: exchange.forward(up.address, replace=dict([field])),
-                lambda: exchange.forward(up.address, reply=[field]),
                 lambda: exchange.forward(up.address, path="/a b"),
             ):
                 try:
@@ -244,7 +243,7 @@ async def test_a_field_that_would_inject_another_is_refused(field: tuple[bytes, 
         async with gate(handler) as server, calling(server.port) as caller:
             await caller.send(request())
             assert (await caller.answer()).status == 200
-    assert len(caught) == 4
+    assert len(caught) == 3
     assert not up.seen
 
 

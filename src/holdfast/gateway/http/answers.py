@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from holdfast.gateway.http.framing import Chunked, Decoder, Lengthed, Malformed, UntilClose
-from holdfast.gateway.http.head import Fields, plain
+from holdfast.gateway.http.head import FieldReader, Fields, plain
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.llhttp import httptools
 
@@ -36,21 +36,9 @@ class Answer(msgspec.Struct, frozen=True):
         return UntilClose() if self.length is None else Lengthed(self.length)
 
 
-class _Reader:
-    """What httptools calls."""
-
-    __slots__ = ("fields",)
-
-    def __init__(self) -> None:
-        self.fields: list[tuple[bytes, bytes]] = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields.append((name.lower(), value.rstrip(b" \t")))
-
-
 def parse_answer(raw: bytes, method: str) -> Answer:
     """Read a whole head, with the empty line that ends it. Raises `Malformed`."""
-    reader = _Reader()
+    reader = FieldReader()
     parser = httptools.HttpResponseParser(reader)
     try:
         parser.feed_data(raw)

@@ -154,15 +154,12 @@ class Exchange:
         replace: Mapping[bytes, bytes] | None = None,
         remove: Collection[bytes] = (),
         relay: Relay = _always,
-        reply: Iterable[tuple[bytes, bytes]] = (),
-        answer_s: float | None = None,
         hold_s: float = 0.0,
     ) -> Forwarded:
         """Pass the request on, and the answer back if `relay(status, headers)` says so.
 
         `path` is the target (path and query) that the upstream sees, as it came by default;
-        `replace` sets fields of the request and `remove` takes some away; `reply` adds
-        fields to the answer. `answer_s` bounds the upstream's silence. With `hold_s` a body
+        `replace` sets fields of the request and `remove` takes some away. With `hold_s` a body
         that is too large to be replayed is held back until the upstream says that it
         wants it, or for so long: until then it can still be sent elsewhere.
 
@@ -178,8 +175,6 @@ class Exchange:
             replace or {},
             frozenset(remove),
             relay,
-            tuple(checked(reply)) if reply else (),
-            self._connection.limits.answer_s if answer_s is None else answer_s,
             hold_s,
         )
         try:

@@ -16,7 +16,7 @@ from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.llhttp import httptools
 from holdfast.gateway.http.trouble import Rejected
 
-__all__ = ["METHODS", "Fields", "Head", "parse_request", "plain", "unclean"]
+__all__ = ["METHODS", "FieldReader", "Fields", "Head", "parse_request", "plain", "unclean"]
 
 Fields = tuple[tuple[bytes, bytes], ...]
 """Header fields in order: lower-case names, values without surrounding blanks."""
@@ -72,7 +72,7 @@ class Head(msgspec.Struct, frozen=True):
         return None
 
 
-class _Reader:
+class FieldReader:
     """What httptools calls."""
 
     __slots__ = ("fields",)
@@ -81,6 +81,7 @@ class _Reader:
         self.fields: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """A field has been read."""
         self.fields.append((name.lower(), value.rstrip(b" \t")))
 
 
@@ -156,7 +157,7 @@ _split_again = functools.lru_cache(maxsize=1024)(_split)  # the same few paths, 
 
 
 def _fields(raw: bytes, limits: Limits) -> Fields:
-    reader = _Reader()
+    reader = FieldReader()
     try:
         httptools.HttpRequestParser(reader).feed_data(raw)
     except httptools.HttpParserUpgrade:

@@ -69,7 +69,7 @@ class Limits:
     connect_s: float = 3.0
     """How long connecting to an upstream may take."""
     answer_s: float = 600.0
-    """How long an upstream may neither take nor give a byte (a call may say otherwise)."""
+    """How long an upstream may neither take nor give a byte."""
     upstream_idle_s: float = 4.0
     """How long an upstream's connection is kept. Shorter than the 5 s after which common
     servers close theirs, so that a request hardly ever meets a closing connection."""

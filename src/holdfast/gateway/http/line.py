@@ -62,7 +62,6 @@ class Line(asyncio.Protocol):
         self.writable = True
         self.clean = True
         """Whether everything that came belonged to an answer, and was understood."""
-        self.uses = 0
         self.idle_since = 0.0
 
     @property
@@ -79,7 +78,6 @@ class Line(asyncio.Protocol):
         """A request is about to be written."""
         self._user, self._method = user, method
         self._decoder, self._head, self._interim = None, b"", 0
-        self.uses += 1
         self.active_at = self._loop.time()
 
     def end(self) -> None:

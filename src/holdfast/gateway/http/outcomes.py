@@ -11,8 +11,6 @@ class Relayed(msgspec.Struct, frozen=True):
     """The whole answer went to the caller."""
 
     status: int
-    bytes_in: int
-    """Of the request's body."""
     bytes_out: int
     """Of the answer's body."""
 
@@ -22,7 +20,6 @@ class Truncated(msgspec.Struct, frozen=True):
     that the caller cannot take the part for the whole."""
 
     status: int
-    bytes_in: int
     bytes_out: int
     reason: str
 
@@ -47,9 +44,6 @@ class Lost(msgspec.Struct, frozen=True):
     understood: it may have taken effect. The caller has seen nothing so far."""
 
     reason: str
-    reused: bool
-    """Whether the connection had served another request before: then, more often than
-    not, the upstream had closed it in the same moment."""
 
 
 Forwarded = Relayed | Truncated | Withheld | Refused | Lost

@@ -47,8 +47,6 @@ class Order(msgspec.Struct, frozen=True):
     replace: Mapping[bytes, bytes]
     remove: frozenset[bytes]
     relay: Relay
-    reply: tuple[tuple[bytes, bytes], ...]
-    answer_s: float
     hold_s: float
 
 
@@ -64,6 +62,7 @@ class Passage:
         self._intake = intake
         self._line = line
         self._order = order
+        self._answer_s = connection.limits.answer_s
         self.outcome: asyncio.Future[Forwarded] = self._loop.create_future()
         self._chunked = False  # the request's body
         self._holding = False
@@ -99,7 +98,7 @@ class Passage:
             host=order.host,
         )
         self._line.begin(self, self._head.method)
-        self._timer = self._loop.call_later(order.answer_s, self._look)
+        self._timer = self._loop.call_later(self._answer_s, self._look)
         if self._holding:
             self._line.write([head])
             self._hold_timer = self._loop.call_later(order.hold_s, self.on_continue)
@@ -207,13 +206,12 @@ class Passage:
         if self.outcome.done():
             return
         if self._mode == "wait":
-            self.outcome.set_result(Lost(reason, reused=self._line.uses > 1))
+            self.outcome.set_result(Lost(reason))
         elif self._mode == "withhold":
             self._settle()
         else:
             assert self._answer is not None
-            status, taken = self._answer.status, self._intake.received_bytes
-            self.outcome.set_result(Truncated(status, taken, self._bytes_out, reason))
+            self.outcome.set_result(Truncated(self._answer.status, self._bytes_out, reason))
             self._connection.cut()
 
     def on_writable(self, writable: bool) -> None:
@@ -247,19 +245,12 @@ class Passage:
         self._connection.begin_answer(close=close)
         return reply_head(
             answer.status,
-            self._reply_fields(answer),
+            end_to_end(answer.headers),
             length=length,
             chunked=self._chunks_out,
             close=close,
             minor=head.minor,
         )
-
-    def _reply_fields(self, answer: Answer) -> list[tuple[bytes, bytes]]:
-        fields, ours = end_to_end(answer.headers), self._order.reply
-        if not ours:
-            return fields
-        names = {name for name, _ in ours}
-        return [*(field for field in fields if field[0] not in names), *ours]
 
     def _settle(self) -> None:
         if self.outcome.done():
@@ -267,8 +258,7 @@ class Passage:
         assert self._answer is not None
         if self._mode == "relay":
             self.on_flush()
-            taken = self._intake.received_bytes
-            self.outcome.set_result(Relayed(self._answer.status, taken, self._bytes_out))
+            self.outcome.set_result(Relayed(self._answer.status, self._bytes_out))
         else:
             answer = self._answer
             self.outcome.set_result(Withheld(answer.status, answer.headers, self._withheld))
@@ -279,13 +269,13 @@ class Passage:
         caller_s_turn = not self._caller_takes or (
             not self._sent_all and not self._holding and self._line.writable
         )
-        left_s = self._order.answer_s - (now - self._line.active_at)
+        left_s = self._answer_s - (now - self._line.active_at)
         if caller_s_turn or left_s > 0:
-            wait_s = self._order.answer_s if caller_s_turn else left_s
+            wait_s = self._answer_s if caller_s_turn else left_s
             self._timer = self._loop.call_later(wait_s, self._look)
         else:
             self._line.abort()
-            self.on_lost(f"the upstream was silent for {self._order.answer_s:g} s")
+            self.on_lost(f"the upstream was silent for {self._answer_s:g} s")
 
 
 def _declared(answer: Answer) -> int | None:

@@ -79,22 +79,15 @@ class Pool:
         if self._sweep is None:
             self._later()
 
-    def forget(self, upstream: Upstream) -> None:
-        """Close the idle lines to an address: somebody else may live there now."""
-        book = self._books.get(upstream)
-        if book is not None:
-            for line in book.idle:
-                line.abort()
-            book.idle.clear()
-
     def close(self) -> None:
         """Close all idle lines; those in use are closed when they are handed back."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
-        for upstream in list(self._books):
-            self.forget(upstream)
+        for book in self._books.values():
+            while book.idle:
+                book.idle.pop().abort()
 
     def _kept(self, book: _Book) -> Line | None:
         """The idle line that was used last, if it is still fresh."""
