@@ -68,11 +68,10 @@ class Trainer:
         """Take over, and read what there is. `Fenced` when somebody newer is there."""
         await self.journal.take(epoch, cycle=cycle, by=by, at=self._wall())
         book = await self.journal.read()
-        segments = self._segments(self.journal.term)
         self.core = self._make_core(
             self._runtime,
             self.journal,
-            segments,
+            self._segments(self.journal.term),
             self._compute,
             self._vault(self.journal),
             self._policy,
@@ -84,7 +83,7 @@ class Trainer:
         # Ledger and vault were read one after the other: still by the one who acts for the job?
         await self.journal.check()
         self.runner = self._make_runner(self.core, book.now)
-        self.upkeep = Upkeep(self.core, segments)
+        self.upkeep = Upkeep(self.core)
 
     async def run(self) -> None:
         """Work until something goes wrong, and raise that."""

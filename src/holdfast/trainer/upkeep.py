@@ -23,7 +23,6 @@ from holdfast.ledger.records import put
 from holdfast.trainer import ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Failed
-from holdfast.trainer.segments import Segments
 from holdfast.trainer.state import State, checkpoints_of
 
 __all__ = ["Upkeep"]
@@ -41,9 +40,8 @@ class Skipped(events.Event, frozen=True, tag="trainer.skipped"):
 class Upkeep:
     """See the module."""
 
-    def __init__(self, core: Core, segments: Segments) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._segments = segments
 
     async def run(self) -> None:
         """Look, for ever."""
@@ -56,7 +54,7 @@ class Upkeep:
             await self.look()
             turn += 1
             if turn % _SWEEP_EVERY == 1:
-                self._segments.sweep(self._core.known.places())
+                self._core.segments.sweep(self._core.known.places())
 
     async def look(self) -> None:
         """Do whatever is due."""

@@ -35,7 +35,6 @@ _STORED = {
     schema.DTYPES["bfloat16"]: _HALF,
 }
 _MAX_RANK = 4
-_TOGETHER = "sparse_crow_indices and sparse_col_indices belong together"
 
 
 class Budget:
@@ -96,13 +95,11 @@ def tensor_from_lists(
 ) -> Tensor:
     """A tensor as JSON has it: flat lists. Without a shape it is one-dimensional."""
     values = _numbers(data) if dtype == "float32" else _integers(data, "data")
-    if (crow is None) != (col is None):
-        raise Mistake(_TOGETHER)
+    rows = _rows(crow, col)
     given = None if shape is None else tuple(shape)
-    if crow is None or col is None:
+    if rows is None:
         return _dense(values, given, budget)
-    crows = _integers(crow, "sparse_crow_indices")
-    return _sparse(values, given, crows, _integers(col, "sparse_col_indices"), budget)
+    return _sparse(values, given, *rows, budget)
 
 
 def cells_from_lists(
@@ -117,11 +114,10 @@ def cells_from_lists(
         raise Mistake("a shape of two dimensions is needed")
     rows, columns = shape
     values = _integers(data, "data")
-    if crow is None or col is None:
-        if (crow is None) != (col is None):
-            raise Mistake(_TOGETHER)
+    indices = _rows(crow, col)
+    if indices is None:
         return Cells(shape=(rows, columns), values=_dense(values, (rows, columns), budget).data)
-    crows, cols = _integers(crow, "sparse_crow_indices"), _integers(col, "sparse_col_indices")
+    crows, cols = indices
     _checked_rows(values, (rows, columns), crows, cols, budget)
     return Cells(
         shape=(rows, columns),
@@ -129,6 +125,15 @@ def cells_from_lists(
         crow=crows.tobytes(),
         col=cols.tobytes(),
     )
+
+
+def _rows(crow: Sequence[int] | None, col: Sequence[int] | None) -> tuple[Array, Array] | None:
+    """The indices of compressed rows; None: the tensor is dense."""
+    if crow is None and col is None:
+        return None
+    if crow is None or col is None:
+        raise Mistake("sparse_crow_indices and sparse_col_indices belong together")
+    return _integers(crow, "sparse_crow_indices"), _integers(col, "sparse_col_indices")
 
 
 def _raw(data: bytes, dtype: "np.dtype[Any]") -> Array:
