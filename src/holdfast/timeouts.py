@@ -343,6 +343,16 @@ RULES: tuple[Rule, ...] = (
         "<",
         "replica_call_s",
         "a server that hangs must be noticed by its replica before the orchestrator gives it up",
+        "node_refused_s",
+        "<",
+        "node_probe_s",
+        "a refusal is an answer: it must be believed before silence is",
+    ),
+    Rule(
+        "node_probe_s",
+        "<",
+        "unreached_s",
+        "the other members must have had the time to find rank 0 out of reach, too",
     ),
     Rule(
         "show_s",
@@ -480,6 +490,26 @@ class Timeouts(BaseModel):
     node_lease_s: float = _seconds(
         5.0, "How long a node of a run holds its rank after its last sign of life."
     )
+    cycle_look_s: float = _seconds(
+        1.0, "When the closer looks at a cycle again after it tried to change it."
+    )
+    node_probe_s: float = _seconds(
+        10.0, "How long a node that does not answer probes at all is asked."
+    )
+    node_refused_s: float = _seconds(
+        2.0, "How long a node whose address refuses probes, or answers wrongly, is asked."
+    )
+    node_probe_pause_s: float = _seconds(0.2, "How far apart the probes of one node are.")
+    unreached_s: float = _seconds(
+        60.0, "How long a node that does not reach rank 0 waits for the end of its cycle."
+    )
+    torchrun_poll_s: float = _seconds(
+        0.05,
+        "How often a torchrun that waits for a store looks whether the cycle is over.",
+    )
+    torchrun_farewell_s: float = _seconds(
+        10.0, "How long a torchrun that ends tries to tell the others."
+    )
 
     # ---- processes and launch
 
@@ -598,6 +628,16 @@ class Timeouts(BaseModel):
     )
 
     # ---- simulation, chaos, check
+
+    chaos_connect_s: float = _seconds(
+        10.0, "How long chaos' proxy tries to reach its server, or a caller its thread."
+    )
+    chaos_look_s: float = _seconds(
+        0.05, "How often chaos looks how far a run is, and whether a victim is there."
+    )
+    chaos_find_s: float = _seconds(
+        20.0, "How long chaos waits for a victim that is just being started again."
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, object]) -> Self:

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.chaos.stream import DIRECTIONS, Direction, Faults, Stream
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["READ_AHEAD_BYTES", "Connection", "Lane", "Stats", "close_socket"]
 
 READ_AHEAD_BYTES = 256 * 1024
 _CHUNK_BYTES = 64 * 1024
 _CHUNKS_MAX = 1024
-_CONNECT_S = 10.0
 _THROTTLE_TICK_S = 0.02
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
@@ -127,7 +127,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         sock: socket.socket | None = None
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(DEFAULTS.chaos_connect_s):
                 found = await loop.getaddrinfo(*target, type=socket.SOCK_STREAM)
                 family, kind, proto, _, address = found[0]
                 sock = socket.socket(family, kind, proto)

@@ -29,12 +29,11 @@ from holdfast.chaos.stream import (
     drop_point,
 )
 from holdfast.errors import Mistake, TimedOut, Unavailable
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["READ_AHEAD_BYTES", "CutMode", "Proxy", "ProxyThread", "Stats"]
 
 _BACKLOG = 128
-_THREAD_CALL_S = 10.0
-_ACCEPT_PAUSE_S = 0.1
 
 T = TypeVar("T")
 CutMode = Literal["refuse", "blackhole"]
@@ -275,7 +274,7 @@ class Proxy:
                 raise
             # Asking again at once would spin: descriptors are freed by others, later.
             loop.remove_reader(self._listener)
-            loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, self._listener)
+            loop.call_later(DEFAULTS.chaos_look_s, self._accept_again, self._listener)
             return
         client.setblocking(False)
         if len(self._connections) >= self._max_connections:
@@ -338,9 +337,11 @@ class ProxyThread:
             raise Mistake("the proxy does not run: use `with ProxyThread(...)`")
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
-            return future.result(_THREAD_CALL_S)
+            return future.result(DEFAULTS.chaos_connect_s)
         except TimeoutError:
-            raise TimedOut(f"the proxy did not answer within {_THREAD_CALL_S} s") from None
+            raise TimedOut(
+                f"the proxy did not answer within {DEFAULTS.chaos_connect_s} s"
+            ) from None
 
     def __enter__(self) -> Self:
         self._thread.start()

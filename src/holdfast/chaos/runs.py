@@ -27,12 +27,9 @@ from holdfast.chaos.victims import find
 from holdfast.errors import HoldfastError, Mistake
 from holdfast.files import private_folder
 from holdfast.text import plural
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["main"]
-
-_LOOK_S = 0.05
-_FIND_S = 20.0
-"""How long to wait for a victim that is just being started again."""
 
 
 class Planned(events.Event, frozen=True, tag="chaos.planned"):
@@ -140,7 +137,7 @@ class Chaos:
                 if self._line is not None:
                     self._line.follow()
                 self._follow()
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(DEFAULTS.chaos_look_s)
         finally:
             for task in strikes_to_come:
                 task.cancel()
@@ -180,10 +177,10 @@ class Chaos:
     async def _strike(self, clause: Clause) -> None:
         if clause.point:
             while not any(_is_of(one, clause) for one in self._tale.fired):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(DEFAULTS.chaos_look_s)
             return
         while not self._is_due(clause):  # noqa: ASYNC110 -- another process's progress
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(DEFAULTS.chaos_look_s)
         await asyncio.sleep(clause.delay_s)
         try:
             await self._act(clause)
@@ -215,7 +212,7 @@ class Chaos:
                 await self._hurt(clause)
 
     async def _hurt(self, clause: Clause) -> None:
-        until = time.monotonic() + _FIND_S
+        until = time.monotonic() + DEFAULTS.chaos_find_s
         while time.monotonic() < until:
             victim = find(self._folder, clause.target)
             if victim is not None:
@@ -223,7 +220,7 @@ class Chaos:
                 if await strikes.hurt(victim, clause.target, pause_s=clause.length_s):
                     return
                 self._open.pop()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(DEFAULTS.chaos_look_s)
         events.emit(Missed(clause=str(clause), reason=f"there was no {clause.target}"))
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from holdfast import transfer
 from holdfast.chaos.processes import Action, Identity, Outcome, carry_out
 from holdfast.errors import Mistake
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["corrupt", "cut", "fill", "hurt"]
 
 _SMALL_BYTES = 4 << 30
 _CHUNK = 1 << 20
-_GAP_S = 0.01
 
 
 async def hurt(victim: Identity, name: str, *, pause_s: float = 0.0) -> bool:
@@ -89,7 +89,7 @@ async def fill(folder: Path, length_s: float) -> None:
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
-                    await asyncio.sleep(_GAP_S)
+                    await asyncio.sleep(DEFAULTS.chaos_look_s)
     finally:
         with contextlib.suppress(FileNotFoundError):
             balloon.unlink()

@@ -20,10 +20,10 @@ from holdfast.ledger.types import Compare, Delete, unchanged
 from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.decide import Clock, Wait, decide, seating, unreached
 from holdfast.rendezvous.records import Cycle, Keys, put_cycle
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Duty"]
 
-_LOOK_AGAIN_S = 1.0
 _GATHER_S = 0.001
 """Changes come in crowds; one look is enough for all that arrive within this time."""
 _DELETES_MAX = 100
@@ -97,11 +97,11 @@ class Duty:
             return verdict.seconds
         try:
             if verdict.state == "running" and not await self._still(stored, verdict):
-                return _LOOK_AGAIN_S
+                return DEFAULTS.cycle_look_s
             await self._commit(stored, verdict)
         except (Retriable, UnknownOutcome, Compacted):
             pass  # the watch shows what came of it
-        return _LOOK_AGAIN_S
+        return DEFAULTS.cycle_look_s
 
     def _clock(self) -> Clock:
         now, view = self._runtime.now(), self._board.view()

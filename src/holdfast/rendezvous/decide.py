@@ -49,6 +49,7 @@ _HISTORY_MAX = 20
 _DETAIL_CHARS = 2000
 _GROW_AGAIN_S = 10.0
 _GROW_AGAIN_MAX_S = 1280.0
+"""How long a cycle lasts before the run grows once more: doubled each time, up to this."""
 
 
 class View(msgspec.Struct, frozen=True):

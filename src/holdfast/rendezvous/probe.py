@@ -18,14 +18,9 @@ from typing import Self
 
 from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.records import Node
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ProbeServer", "is_alive", "trouble"]
-
-LIMIT_S = 10.0
-"""How long a node that does not answer at all is asked."""
-REFUSED_S = 2.0
-"""How long one that is refused is: an agent answers before it tells its port to anybody."""
-_TRY_AGAIN_S = 0.2
 
 
 class ProbeServer:
@@ -67,10 +62,13 @@ async def trouble(
     run: str,
     name: str,
     *,
-    limit_s: float = LIMIT_S,
-    refused_s: float = REFUSED_S,
+    limit_s: float = DEFAULTS.node_probe_s,
+    refused_s: float = DEFAULTS.node_refused_s,
 ) -> str:
-    """Why a node is not reached; empty: it is."""
+    """Why a node is not reached; empty: it is.
+
+    A refusal is believed early: an agent answers before it tells its port to anybody.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
     why = "no answer"
@@ -85,7 +83,7 @@ async def trouble(
                     why = os.strerror(error.errno) if error.errno else str(error)
                 if loop.time() - began >= refused_s:
                     break
-                await asyncio.sleep(_TRY_AGAIN_S)
+                await asyncio.sleep(DEFAULTS.node_probe_pause_s)
     except TimeoutError:
         pass
     return f"{name} is not reached at {address}:{port}: {why}"

@@ -71,6 +71,7 @@ T = TypeVar("T")
 _NAME_TAKEN_LEASES = 3
 _STAND_INS = 3
 _STAND_IN_S = 0.2
+"""How far apart they begin: the first of them is nearly always alone."""
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -56,14 +56,13 @@ from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["HoldfastHandler"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-_FAREWELL_S = 10.0
 
 
 class _Farewell(Enum):
@@ -259,8 +258,10 @@ class HoldfastHandler(RendezvousHandler):
             return _Farewell.TROUBLE
         farewell: _Farewell | None = None
         try:
-            farewell = thread.run(asyncio.wait_for(self._say_farewell(error), _FAREWELL_S))
-            thread.run(asyncio.wait_for(self._ledger.close(), _FAREWELL_S))
+            farewell = thread.run(
+                asyncio.wait_for(self._say_farewell(error), DEFAULTS.torchrun_farewell_s)
+            )
+            thread.run(asyncio.wait_for(self._ledger.close(), DEFAULTS.torchrun_farewell_s))
         except (HoldfastError, TimeoutError) as trouble:
             _log.warning(
                 "%s could not be told that this node leaves: %s", self._options.run, trouble
@@ -294,7 +295,7 @@ class HoldfastHandler(RendezvousHandler):
             self._closed = True
             work = self._say_farewell(SystemExit("its torchrun was told to end"))
             with contextlib.suppress(HoldfastError, TimeoutError, RuntimeError):
-                self._thread.run(asyncio.wait_for(work, _FAREWELL_S))
+                self._thread.run(asyncio.wait_for(work, DEFAULTS.torchrun_farewell_s))
 
     # ---- the event loop --------------------------------------------------------
 

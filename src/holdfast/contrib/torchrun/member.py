@@ -40,10 +40,10 @@ from holdfast.rendezvous.overview import parked_line
 from holdfast.rendezvous.probe import ProbeServer, is_alive, trouble
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Ended", "Membership", "TooLate", "fail"]
 
-_UNREACHED_S = 60.0
 _WORKERS_FAILED = "its workers failed; the log of its torchrun says how"
 
 
@@ -213,7 +213,7 @@ class Membership:
         if rendezvous is None or head is None:
             return True
         try:
-            async with asyncio.timeout(_UNREACHED_S):
+            async with asyncio.timeout(DEFAULTS.unreached_s):
                 await rendezvous.unreached(head.record.number)
                 await rendezvous.changed(head)
         except TimeoutError:

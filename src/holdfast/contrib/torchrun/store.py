@@ -31,11 +31,12 @@ from typing import Any, Protocol, TypeVar
 # torch exports the stores without saying so.
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from holdfast.timeouts import DEFAULTS
+
 __all__ = ["AgentStore", "Over", "host", "reach"]
 
 T = TypeVar("T")
 
-_POLL_S = 0.05
 _STORE_S = timedelta(seconds=300)
 _REACH_S = timedelta(seconds=30)
 _ROLE = "torchelastic/role_info/"
@@ -171,7 +172,7 @@ def _until(stale: Callable[[], bool], call: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     threading.Thread(target=work, name="holdfast-store", daemon=True).start()
-    while not concurrent.futures.wait([answer], _POLL_S).done:
+    while not concurrent.futures.wait([answer], DEFAULTS.torchrun_poll_s).done:
         if stale():
             raise Over
     return answer.result()
