@@ -5,15 +5,33 @@ wait for the answer. May be used from several threads at once; not from the loop
 """
 
 import asyncio
+import functools
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import Mistake
 
-__all__ = ["LoopThread"]
+__all__ = ["LoopThread", "waiting"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def waiting(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The same method of an object's asynchronous `twin`; it waits for the answer.
+
+    The object has a `run`, which hands work to the loop that the twin belongs to.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **how: P.kwargs) -> T:
+        answer: T = self.run(getattr(self.twin, method.__name__)(*args, **how))
+        return answer
+
+    return call
 
 
 class LoopThread:

@@ -23,7 +23,6 @@ ended. What must not happen twice is guarded by a comparison in the transaction 
 import abc
 import asyncio
 from collections.abc import AsyncIterator, Generator, Sequence
-from types import TracebackType
 from typing import Self
 
 from holdfast.errors import Compacted, Conflict, Mistake
@@ -69,12 +68,7 @@ class Watch(abc.ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
@@ -110,12 +104,7 @@ class Ledger(abc.ABC):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ---- reading -------------------------------------------------------------

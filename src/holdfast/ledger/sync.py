@@ -8,13 +8,13 @@ that thread and waits for the answer. May be used from several threads at once.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
 from holdfast.ledger.base import Ledger, Watch
-from holdfast.ledger.types import Batch, Compare, Entry, Lease, LeaseInfo, Op, Range, Txn
+from holdfast.ledger.types import Batch
 from holdfast.ledger.url import open as open_async
-from holdfast.loopthread import LoopThread
+from holdfast.loopthread import LoopThread, waiting
 
 __all__ = ["SyncLedger", "SyncWatch", "open_sync"]
 
@@ -30,7 +30,7 @@ class SyncLedger:
     """The same calls as `Ledger`, each returning when it is done."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self.twin = ledger
         self._thread = LoopThread("holdfast-ledger-loop")
         try:
             self.run(ledger.start())
@@ -50,7 +50,7 @@ class SyncLedger:
     def close(self) -> None:
         """See `Ledger.close`. Closing twice does no harm."""
         if not self._thread.stopped:
-            self.run(self._ledger.close())
+            self.run(self.twin.close())
             self._thread.stop()
 
     def __enter__(self) -> Self:
@@ -59,52 +59,21 @@ class SyncLedger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(self, key: str) -> Entry | None:
-        """See `Ledger.get`."""
-        return self.run(self._ledger.get(key))
-
-    def range(self, prefix: str, *, revision: int = 0) -> Range:
-        """See `Ledger.range`."""
-        return self.run(self._ledger.range(prefix, revision=revision))
-
-    def txn(
-        self,
-        compare: Sequence[Compare] = (),
-        then: Sequence[Op] = (),
-        otherwise: Sequence[Op] = (),
-    ) -> Txn:
-        """See `Ledger.txn`."""
-        return self.run(self._ledger.txn(compare, then, otherwise))
-
-    def grant(self, ttl_s: float) -> Lease:
-        """See `Ledger.grant`."""
-        return self.run(self._ledger.grant(ttl_s))
-
-    def keep_alive(self, lease: int) -> float:
-        """See `Ledger.keep_alive`."""
-        return self.run(self._ledger.keep_alive(lease))
-
-    def revoke(self, lease: int) -> None:
-        """See `Ledger.revoke`."""
-        self.run(self._ledger.revoke(lease))
-
-    def lease_info(self, lease: int) -> LeaseInfo:
-        """See `Ledger.lease_info`."""
-        return self.run(self._ledger.lease_info(lease))
-
-    def leases(self) -> tuple[int, ...]:
-        """See `Ledger.leases`."""
-        return self.run(self._ledger.leases())
-
-    def compact(self, revision: int) -> None:
-        """See `Ledger.compact`."""
-        self.run(self._ledger.compact(revision))
+    get = waiting(Ledger.get)
+    range = waiting(Ledger.range)
+    txn = waiting(Ledger.txn)
+    grant = waiting(Ledger.grant)
+    keep_alive = waiting(Ledger.keep_alive)
+    revoke = waiting(Ledger.revoke)
+    lease_info = waiting(Ledger.lease_info)
+    leases = waiting(Ledger.leases)
+    compact = waiting(Ledger.compact)
 
     def watch(self, prefix: str, *, start: int) -> "SyncWatch":
         """See `Ledger.watch`."""
 
         async def begin() -> Watch:
-            return self._ledger.watch(prefix, start=start)
+            return self.twin.watch(prefix, start=start)
 
         return SyncWatch(self, self.run(begin()))
 

@@ -115,7 +115,7 @@ def test_flipped_bytes_are_found(tmp_path: Path) -> None:
         with open_sync(f"sqlite:///{path}") as led:
             for number in range(500):
                 led.get(f"/k/{number}")
-            problems, _ = led.run(check(led._ledger))
+            problems, _ = led.run(check(led.twin))
             if problems:
                 raise Corrupt(problems[0])
 
@@ -254,7 +254,7 @@ def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                led._ledger._opened()  # type: ignore[attr-defined]
+                led.twin._opened()  # type: ignore[attr-defined]
             except Mistake as error:
                 os._exit(0 if "before a fork" in str(error) else 2)
             finally:

@@ -26,6 +26,7 @@ from holdfast.ledger.etcd import wire
 from holdfast.ledger.etcd.http import Client
 from holdfast.ledger.etcd.trouble import Forbidden
 from holdfast.ledger.etcd.watch import EtcdWatch
+from holdfast.ledger.mvcc import lease_lost
 from holdfast.ledger.types import (
     Compare,
     Delete,
@@ -220,7 +221,7 @@ class EtcdLedger(Ledger):
                 raise Unavailable(f"etcd does not say whether lease {lease} lives: ask again")
             if frame.result.ttl > 0:
                 return float(frame.result.ttl)
-        raise _lease_lost(lease)
+        raise lease_lost(lease)
 
     async def _ask_lease(
         self,
@@ -263,7 +264,7 @@ class EtcdLedger(Ledger):
                 keys = sorted(key.decode(errors="replace") for key in answer.keys)
                 left_s = float(max(0, answer.ttl))
                 return LeaseInfo(lease, float(answer.granted), left_s, tuple(keys))
-        raise _lease_lost(lease)
+        raise lease_lost(lease)
 
     async def leases(self) -> tuple[int, ...]:
         """All living leases."""
@@ -296,12 +297,8 @@ class EtcdLedger(Ledger):
 
 def _lease_json(lease: int) -> wire.Json:
     if not 0 < lease <= wire.INT64_MAX:
-        raise _lease_lost(lease)
+        raise lease_lost(lease)
     return {"ID": str(lease)}
-
-
-def _lease_lost(lease: int) -> LeaseLost:
-    return LeaseLost(f"lease {lease} has ended: take a new one and look again before acting")
 
 
 def _raise_history(fault: wire.Fault, revision: int) -> NoReturn:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _GROUP_MAX = 256
 _BREATH_S = 0.002
+"""How long calls may follow each other without a pause: no wait, and no setting."""
 _FOLD_PAGES = 4000
 _FOLD_COMMITS_MIN = 16
 """Between two tries: a slow reader may be in the way."""

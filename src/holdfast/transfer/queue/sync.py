@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from holdfast.ledger import open as open_ledger
-from holdfast.loopthread import LoopThread
+from holdfast.loopthread import LoopThread, waiting
 from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.queue.batch import Batch
 from holdfast.transfer.queue.queue import Queue, Tasks
@@ -73,22 +73,10 @@ def open_queue(
     return SyncQueue(loop, stack, queue)
 
 
-def _waiting(method: Callable[Concatenate[Any, P], Coro[T]]) -> Callable[Concatenate[Any, P], T]:
-    """The same method of a queue or of a batch; it waits for the answer."""
-
-    @functools.wraps(method)
-    def call(self: "SyncQueue | SyncBatch", /, *args: P.args, **how: P.kwargs) -> T:
-        twin = self.queue if isinstance(self, SyncQueue) else self.batch
-        work: Coro[T] = getattr(twin, method.__name__)(*args, **how)
-        return self.run(work)
-
-    return call
-
-
 def _claiming(
     method: Callable[Concatenate[Any, P], Coro[Batch]],
 ) -> Callable[Concatenate[Any, P], "SyncBatch"]:
-    claim = _waiting(method)
+    claim = waiting(method)
 
     @functools.wraps(method)
     def call(self: "SyncQueue", /, *args: P.args, **how: P.kwargs) -> "SyncBatch":
@@ -103,13 +91,13 @@ class SyncQueue:
     def __init__(self, loop: LoopThread, stack: contextlib.AsyncExitStack, queue: Queue) -> None:
         self._loop = loop
         self._stack = stack
-        self.queue = queue
+        self.twin = self.queue = queue
 
-    put = _waiting(Queue.put)
-    put_fields = _waiting(Queue.put_fields)
+    put = waiting(Queue.put)
+    put_fields = waiting(Queue.put_fields)
     claim = _claiming(Queue.claim)
-    samples = _waiting(Queue.samples)
-    tidy = _waiting(Queue.tidy)
+    samples = waiting(Queue.samples)
+    tidy = waiting(Queue.tidy)
 
     def __enter__(self) -> Self:
         return self
@@ -139,13 +127,13 @@ class SyncBatch:
 
     def __init__(self, queue: SyncQueue, batch: Batch) -> None:
         self.run = queue.run
-        self.batch = batch
+        self.twin = self.batch = batch
         self.samples: list[Sample] = batch.samples
         self.already, self.dropped = batch.already, batch.dropped
 
-    fetch = _waiting(Batch.fetch)
-    acknowledge = _waiting(Batch.acknowledge)
-    release = _waiting(Batch.release)
+    fetch = waiting(Batch.fetch)
+    acknowledge = waiting(Batch.acknowledge)
+    release = waiting(Batch.release)
 
     @property
     def keys(self) -> list[str]:

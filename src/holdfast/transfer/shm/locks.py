@@ -18,9 +18,10 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Locks"]
 
-# Locks are held for a moment: the first look comes at once, and later ones cost little.
 _FIRST_S = 0.0002
 _MOST_S = 0.02
+"""How far apart the looks at a lock are: at first hardly at all, because it is held for a moment.
+They belong to the algorithm; the setting is `store_lock_s`, which says when to give up."""
 
 
 class Locks:
