@@ -343,6 +343,8 @@ RULES: tuple[Rule, ...] = (
         "<",
         "replica_call_s",
         "a server that hangs must be noticed by its replica before the orchestrator gives it up",
+    ),
+    Rule(
         "node_refused_s",
         "<",
         "node_probe_s",
