@@ -25,6 +25,7 @@ from holdfast.ledger.types import (
     Txn,
     writes,
 )
+from holdfast.sim.times import TIMES
 
 if TYPE_CHECKING:
     from holdfast.sim.faults import Fault
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["SimLedger"]
 
 T = TypeVar("T")
-
-CALL_S = 5.0
-"""How long a process waits for the ledger's answer."""
 
 
 class SimLedger(Ledger):
@@ -139,7 +137,8 @@ class _Call(Generic[T]):
     def send(self) -> None:
         """Put the call on its way, if there is a way."""
         if self._node.is_cut():
-            self._later(CALL_S, self._fail, Unavailable(f"{self._kind}: no way to the ledger"))
+            error = Unavailable(f"{self._kind}: no way to the ledger")
+            self._later(TIMES.ledger_call_s, self._fail, error)
         elif self._fault == "lose_call":
             self._lose()
         elif self._fault == "late":
@@ -183,9 +182,9 @@ class _Call(Generic[T]):
 
     def _lose(self) -> None:
         """Tell the caller, after its time-out, that no answer came."""
-        what = f"no answer to {self._kind} within {CALL_S} s"
+        what = f"no answer to {self._kind} within {TIMES.ledger_call_s} s"
         error = UnknownOutcome(what) if self._writing else Unavailable(what)
-        self._later(CALL_S, self._fail, error)
+        self._later(TIMES.ledger_call_s, self._fail, error)
 
     def _fail(self, error: HoldfastError) -> None:
         if not self.answer.done():

@@ -11,14 +11,20 @@ what is really there. With `store = True` there is a store of values: `runtime.v
 """
 
 import abc
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.ledger import Batch
 from holdfast.ledger.mvcc import Store
-from holdfast.ledger.runtime import Runtime
+from holdfast.ledger.records import Record, decode
 from holdfast.sim.files import SimFiles
 from holdfast.transfer.memory import MemoryBackend
 
+if TYPE_CHECKING:
+    from holdfast.sim.world import Node, World
+
 __all__ = ["Protocol", "Violation"]
+
+R = TypeVar("R", bound=Record)
 
 
 class Violation(Exception):
@@ -42,6 +48,8 @@ class Protocol(abc.ABC):
     """How much fits on the disk; None: anything, as long as no fault fills it."""
     never: frozenset[tuple[str, str]] = frozenset()
     """Pairs of fault and step that cannot meet here although the step occurs: say why."""
+    world: "World"
+    """Where it is played, for invariants and schedules. Set by the world."""
     truth: Store
     """The ledger as it really is, for invariants only. Set by the world."""
     taken: set[int]
@@ -55,7 +63,7 @@ class Protocol(abc.ABC):
         """Choose what differs from schedule to schedule (the number of nodes, rules)."""
 
     @abc.abstractmethod
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, node: "Node", name: str, /) -> None:
         """One process, from its start; called again when it is restarted."""
 
     @abc.abstractmethod
@@ -64,6 +72,11 @@ class Protocol(abc.ABC):
 
     def check(self) -> None:  # noqa: B027 -- not every protocol has more to look at
         """Look at everything else after a step."""
+
+    def record_at(self, key: str, kind: type[R]) -> R | None:
+        """A record as the ledger really has it, for invariants only."""
+        entry = self.truth.get(key)
+        return decode(kind, entry) if entry else None
 
     @abc.abstractmethod
     def settled(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import Unavailable
 from holdfast.retry import Policy
+from holdfast.sim.times import TIMES
 from holdfast.transfer.store import Store
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ __all__ = ["SimStore"]
 
 V = TypeVar("V")
 
-_TIMEOUT_S = 5.0
 _POLICY = Policy(attempts=6, base_s=0.1, factor=2.0, max_s=2.0, deadline_s=60.0)
 
 
@@ -41,20 +41,12 @@ class SimStore(Store):
         fault = await world.contact(node, "store.sent")
         kind = fault.kind if fault is not None else ""
         await asyncio.sleep(node.delay_s())
-        if kind == "lose_call":
-            await asyncio.sleep(_TIMEOUT_S)
-            raise Unavailable("the store does not answer")
-        if kind == "late":
-            assert fault is not None
+        if fault is not None and fault.kind in ("late", "repeat"):
             world.later(fault.amount, call)
-            await asyncio.sleep(_TIMEOUT_S)
-            raise Unavailable("the store does not answer")
-        answer = call()
-        if kind == "repeat":
-            assert fault is not None
-            world.later(fault.amount, call)
-        if kind == "lose_answer":
-            await asyncio.sleep(_TIMEOUT_S)
+        if kind not in ("lose_call", "late"):
+            answer = call()
+        if kind in ("lose_call", "late", "lose_answer"):
+            await asyncio.sleep(TIMES.store_call_s)
             raise Unavailable("the store does not answer")
         await asyncio.sleep(node.delay_s())
         await world.contact(node, "store.answered")

@@ -123,6 +123,7 @@ class World:
     ) -> None:
         self.protocol = protocol
         self.seed = seed
+        protocol.world = self
         protocol.prepare(seed)
         self.loop = VirtualLoop()  # type: ignore[abstract]  # it has what its users call
         self.store = Store()

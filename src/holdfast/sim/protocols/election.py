@@ -16,12 +16,14 @@ At the end every process has done its share.
 
 import msgspec
 
-from holdfast.errors import Fenced, LeaseLost, Retriable, UnknownOutcome
+from holdfast.errors import Fenced, LeaseLost
 from holdfast.ledger import Batch, Entry
 from holdfast.ledger.election import Election, Leader, Leadership
 from holdfast.ledger.records import KEEP, Record, Verdict, load, update
 from holdfast.ledger.runtime import Runtime
+from holdfast.retry import AGAIN, insist
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 
 __all__ = ["Count", "ElectionProtocol"]
@@ -29,7 +31,6 @@ __all__ = ["Count", "ElectionProtocol"]
 PREFIX = "/runs/sim/election"
 COUNTER = "/runs/sim/counter"
 SHARE = 4
-TTL_S = 10.0
 
 
 class Count(Record, frozen=True, kw_only=True):
@@ -49,25 +50,29 @@ class ElectionProtocol(Protocol):
         self._leader: Leader | None = None
         self._count = Count()
         self._reported: dict[str, int] = {}
-        self._terms: dict[int, tuple[Runtime, Leadership]] = {}
+        self._terms: dict[int, tuple[Node, Leadership]] = {}
         self._leaving: set[int] = set()
 
     # ---- the processes -------------------------------------------------------
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """Lead and add until our share is done."""
-        while True:
-            try:
-                stored = await load(runtime.ledger, COUNTER, Count)
-                done = stored.record.done.get(name, 0) if stored else 0
-                if done >= SHARE:
-                    return
-                await self._lead_once(runtime, name, done)
-            except (Fenced, LeaseLost, Retriable, UnknownOutcome):
-                await runtime.sleep(0.2)
+        while not await insist(
+            runtime, lambda: self._is_done(runtime, name), on=(Fenced, LeaseLost, *AGAIN)
+        ):
+            pass
 
-    async def _lead_once(self, runtime: Runtime, name: str, done: int) -> None:
-        async with self._election(runtime, PREFIX, name, ttl_s=TTL_S).lead() as leadership:
+    async def _is_done(self, runtime: Node, name: str) -> bool:
+        """Whether our share is done; if it is not, lead once."""
+        stored = await load(runtime.ledger, COUNTER, Count)
+        done = stored.record.done.get(name, 0) if stored else 0
+        if done < SHARE:
+            await self._lead_once(runtime, name, done)
+        return done >= SHARE
+
+    async def _lead_once(self, runtime: Node, name: str, done: int) -> None:
+        ttl_s = TIMES.ledger_lease_s
+        async with self._election(runtime, PREFIX, name, ttl_s=ttl_s).lead() as leadership:
             if leadership.token in self._terms:
                 raise Violation(f"{name} leads with token {leadership.token}, as somebody did")
             self._terms[leadership.token] = runtime, leadership
@@ -79,7 +84,7 @@ class ElectionProtocol(Protocol):
             finally:
                 self._leaving.add(leadership.token)
 
-    async def _lead(self, runtime: Runtime, name: str, done: int, leadership: Leadership) -> None:
+    async def _lead(self, runtime: Node, name: str, done: int, leadership: Leadership) -> None:
         for number in range(done + 1, SHARE + 1):
             await self.add(runtime, name, number, leadership)
             self._reported[name] = max(number, self._reported.get(name, 0))
@@ -87,11 +92,11 @@ class ElectionProtocol(Protocol):
             if runtime.random.random() < 0.3:
                 return
 
-    async def _hear_of_the_loss(self, runtime: Runtime, name: str, leadership: Leadership) -> None:
+    async def _hear_of_the_loss(self, runtime: Node, name: str, leadership: Leadership) -> None:
         for _ in range(30):
             if leadership.lost.is_set():
                 return
-            await runtime.sleep(TTL_S / 10)
+            await runtime.sleep(TIMES.ledger_lease_s / 10)
         raise Violation(f"{name} was fenced off and never heard that it had lost")
 
     async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
@@ -154,7 +159,6 @@ class ElectionProtocol(Protocol):
             lease = leadership.entry.lease
             if lease in living or not lease or token in self._leaving or lease in self.taken:
                 continue
-            assert isinstance(runtime, Node)
             if not runtime.dead and runtime.rate >= 1 and leadership.believes():
                 raise Violation(f"{runtime.name} believes in lease {lease}, which has ended")
         for name, number in self._reported.items():

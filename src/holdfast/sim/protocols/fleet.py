@@ -19,13 +19,16 @@ At the end every replica serves the last version.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, Replica
-from holdfast.errors import Gone, LeaseLost, Mistake, Retriable, UnknownOutcome
+from holdfast.errors import Gone, LeaseLost, Mistake, Retriable
 from holdfast.ledger import Batch, Runtime, absent, unchanged
 from holdfast.ledger.records import decode, put
+from holdfast.retry import AGAIN, insist
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
@@ -38,7 +41,6 @@ __all__ = ["FleetProtocol"]
 
 CHANNEL = "policy"
 LAST = 2
-LEASE_S = 6.0
 KEYS = Keys("default", CHANNEL)
 
 
@@ -47,7 +49,7 @@ class FleetProtocol(Protocol):
 
     nodes = 4
     steps = 750
-    policy = FleetPolicy(stage_s=20.0, hold_s=12.0)
+    policy = FleetPolicy(stage_s=20.0, hold_s=TIMES.fleet_hold_s)
 
     def __init__(
         self,
@@ -65,9 +67,8 @@ class FleetProtocol(Protocol):
         self._replicas: dict[str, dict[Node, Replica]] = {"n1": {}, "n2": {}, "n3": {}}
         self._over = False
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
-        assert isinstance(runtime, Node)
         channel = _Channel("/", None, CHANNEL, runtime=runtime)
         if name == "n0":
             await self._own(channel, runtime)
@@ -83,10 +84,11 @@ class FleetProtocol(Protocol):
             async with self._fleet(runtime.ledger, CHANNEL, policy, runtime=runtime) as fleet:
                 # Whatever comes late is let in: the owner stays until all serve the last.
                 while not self.settled():
-                    try:
-                        await self._move(channel, runtime, fleet)
-                    except (Retriable, UnknownOutcome, Gone, Mistake):
-                        await runtime.sleep(runtime.random.random())
+                    await insist(
+                        runtime,
+                        lambda: self._move(channel, runtime, fleet),
+                        on=(Gone, Mistake, *AGAIN),
+                    )
         finally:
             sweeping.cancel()
             await asyncio.gather(sweeping, return_exceptions=True)
@@ -115,7 +117,7 @@ class FleetProtocol(Protocol):
         runtime, book = channel.runtime, channel.book("n0")
         while True:
             await runtime.sleep(1 + runtime.random.random() * 4)
-            with contextlib.suppress(Retriable, UnknownOutcome):
+            with contextlib.suppress(*AGAIN):
                 view = await book.view()
                 versions = [OnDisk(number, {}) for number in view.versions]
                 for number in deletable(
@@ -130,12 +132,12 @@ class FleetProtocol(Protocol):
     # ---- a replica -----------------------------------------------------------
 
     async def _serve(self, channel: Channel, runtime: Node, name: str) -> None:
-        subscriber = _Subscriber(
-            "", None, "", name, needs="latest", address=f"at-{name}", lease_s=LEASE_S, at=channel
-        )
+        given: Any = {"needs": "latest", "address": f"at-{name}", "at": channel}
+        lease_s = TIMES.consumer_lease_s
+        subscriber = _Subscriber("", None, "", name, lease_s=lease_s, **given)
         engine = _Engine(runtime)
         while not self.settled():
-            with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
+            with contextlib.suppress(LeaseLost, *AGAIN):
                 async with subscriber, self._replica(subscriber, engine) as replica:
                     self._replicas[name][runtime] = replica
                     while not self.settled():
@@ -202,14 +204,10 @@ class FleetProtocol(Protocol):
             if number in (*self._target.allowed, self._target.staging):
                 raise Violation(f"version {number} was given up while the fleet uses it")
 
-    def _healed(self) -> bool:
-        lives = [node for lives in self._replicas.values() for node in lives]
-        return bool(lives) and lives[0].world.healed
-
     def settled(self) -> bool:
         """Everybody serves the last version, and no faults are left to be survived."""
         self._over = self._over or (
-            self._healed()
+            self.world.healed
             and self._updated >= LAST
             and all(
                 any(not node.dead and one.serving() == self._updated for node, one in some.items())

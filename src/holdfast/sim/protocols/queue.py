@@ -20,11 +20,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import BatchFailed, Fenced, Retriable, UnknownOutcome
+from holdfast.errors import BatchFailed, Fenced, Retriable
 from holdfast.ledger import Batch as Change
 from holdfast.ledger import Entry, Event
 from holdfast.ledger.runtime import Runtime
+from holdfast.retry import AGAIN, insist
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.transfer.frame import Ref, make_head, open_head
 from holdfast.transfer.queue import Batch, Item, Queue, Sample
@@ -36,7 +38,6 @@ __all__ = ["QueueProtocol", "parts"]
 
 TASKS = {"train": ("x", "r"), "log": ("x",)}
 SHARE = 5
-LEASE_S = 10.0
 NAME = "q"
 KEYS = Keys("sim", NAME)
 
@@ -71,9 +72,8 @@ class QueueProtocol(Protocol):
 
     # ---- the processes -------------------------------------------------------
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """Put or consume, each process its part."""
-        assert isinstance(runtime, Node)
         queue = Queue(
             runtime.values,
             runtime.ledger,
@@ -81,7 +81,7 @@ class QueueProtocol(Protocol):
             TASKS,
             run="sim",
             member=name,
-            lease_s=LEASE_S,
+            lease_s=TIMES.member_lease_s,
             runtime=runtime,
             parts=self._parts,
         )
@@ -106,16 +106,13 @@ class QueueProtocol(Protocol):
                     await queue.put_fields({key: {"r": _value(runtime, key, "r")}})
 
     async def _consume(self, runtime: Runtime, queue: Queue) -> None:
+        async def once() -> None:
+            task, count = runtime.random.choice(list(TASKS)), runtime.random.randint(1, 4)
+            async with await queue.claim(task, count, least=1, timeout_s=3.0) as batch:
+                await self.work(runtime, batch)
+
         while True:
-            task = runtime.random.choice(list(TASKS))
-            try:
-                batch = await queue.claim(
-                    task, runtime.random.randint(1, 4), least=1, timeout_s=3.0
-                )
-                async with batch:
-                    await self.work(runtime, batch)
-            except (Fenced, Retriable, UnknownOutcome, BatchFailed):
-                await runtime.sleep(0.2)
+            await insist(runtime, once, on=(Fenced, BatchFailed, *AGAIN))
 
     async def work(self, runtime: Runtime, batch: Batch) -> None:
         """Fetch, work, acknowledge: in this order."""

@@ -25,19 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.errors import (
-    Corrupt,
-    Gone,
-    HoldfastError,
-    LeaseLost,
-    Mistake,
-    Retriable,
-    UnknownOutcome,
-)
+from holdfast.errors import Corrupt, Gone, HoldfastError, LeaseLost, Mistake, UnknownOutcome
 from holdfast.ledger import Batch, Compare, Entry, Runtime
 from holdfast.ledger.records import decode
+from holdfast.retry import AGAIN, insist
 from holdfast.sim.files import SimInode
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
@@ -56,7 +50,6 @@ __all__ = ["WeightsProtocol"]
 ROOT, CHANNEL = "/w", "policy"
 LAST = 4
 KEEP = 2
-LEASE_S = 10.0
 KEYS = Keys("default", CHANNEL)
 BASE = f"{ROOT}/{CHANNEL}"
 
@@ -92,12 +85,11 @@ class WeightsProtocol(Protocol):
 
     # ---- the processes -------------------------------------------------------
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
-        assert isinstance(runtime, Node)
         channel = _Channel(self, runtime)
         if name == "n0":
-            await self._train(channel)
+            await insist(runtime, lambda: self._train(channel))
         elif name == "n1":
             await self._sweep(channel)
         else:
@@ -106,23 +98,18 @@ class WeightsProtocol(Protocol):
 
     async def _train(self, channel: "_Channel") -> None:
         runtime, luck = channel.runtime, channel.runtime.random
-        while True:
-            publisher = self._publisher("", None, "", self.retention, shard_bytes=64, at=channel)
-            publisher._sweeper = self._sweeper(channel, publisher._book, self.retention)
-            try:
-                await publisher.open()
-                while self._head < LAST:
-                    step = await self._next(publisher)
-                    # A trainer that replays makes the same weights again, or not.
-                    other = 0 if luck.random() < 0.5 else luck.getrandbits(32)
-                    # Published before with other contents, or nobody knows: go on with the next.
-                    with contextlib.suppress(Mistake, UnknownOutcome):
-                        done = await publisher.publish(step, _weights(step, other))
-                        self._must_be_known(done.version, done.content)
-                    await runtime.sleep(luck.random() * 4)
-                return
-            except (Retriable, UnknownOutcome):
-                await runtime.sleep(luck.random() * 2)
+        publisher = self._publisher("", None, "", self.retention, shard_bytes=64, at=channel)
+        publisher._sweeper = self._sweeper(channel, publisher._book, self.retention)
+        await publisher.open()
+        while self._head < LAST:
+            step = await self._next(publisher)
+            # A trainer that replays makes the same weights again, or not.
+            other = 0 if luck.random() < 0.5 else luck.getrandbits(32)
+            # Published before with other contents, or nobody knows: go on with the next.
+            with contextlib.suppress(Mistake, UnknownOutcome):
+                done = await publisher.publish(step, _weights(step, other))
+                self._must_be_known(done.version, done.content)
+            await runtime.sleep(luck.random() * 4)
 
     async def _next(self, publisher: Publisher) -> int:
         """The next number; now and then one that was published before."""
@@ -140,7 +127,7 @@ class WeightsProtocol(Protocol):
         sweeper = self._sweeper(channel, book, self.retention)
         await channel.make()
         while not self._all_is_done():
-            with contextlib.suppress(Retriable, UnknownOutcome, TimeoutError):
+            with contextlib.suppress(TimeoutError, *AGAIN):
                 async with asyncio.timeout(20), contextlib.aclosing(book.changes()) as changes:
                     async for _ in changes:
                         await sweeper.sweep()
@@ -158,12 +145,13 @@ class WeightsProtocol(Protocol):
         return not any(below) and len(folders) == len(self._live)
 
     async def _consume(self, channel: "_Channel", name: str) -> None:
-        needs: Any = "every" if name == "n2" else "latest"
+        needs = "every" if name == "n2" else "latest"
         read = self._read_paths if name == "n4" else self._read
-        subscriber = self._subscriber("", None, "", name, needs=needs, lease_s=LEASE_S, at=channel)
+        given: Any = {"needs": needs, "lease_s": TIMES.consumer_lease_s, "at": channel}
+        subscriber = self._subscriber("", None, "", name, **given)
         last: int | None = None
         while last is None or last < LAST:
-            with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
+            with contextlib.suppress(LeaseLost, *AGAIN):
                 async with subscriber:
                     try:
                         while last is None or last < LAST:
@@ -208,7 +196,7 @@ class WeightsProtocol(Protocol):
     def _must_be_acknowledged(self) -> None:
         for subscriber, told in self._acknowledged.items():
             name, _, lease = subscriber.seat_id.rpartition("-")
-            record = self._get(KEYS.consumer(name, int(lease)), Consumer)
+            record = self.record_at(KEYS.consumer(name, int(lease)), Consumer)
             if record is not None and record.acknowledged not in told:  # it goes with its lease
                 raise Violation(
                     f"{name} was told that it has acknowledged {sorted(told)}; the ledger says "
@@ -243,7 +231,7 @@ class WeightsProtocol(Protocol):
         """While its lease lives, a pin is in the ledger."""
         name, _, lease = pin._seat.id.rpartition("-")
         if int(lease) in self.truth.leases():
-            record = self._get(KEYS.consumer(name, int(lease)), Consumer)
+            record = self.record_at(KEYS.consumer(name, int(lease)), Consumer)
             if record is None or pin.number not in record.pins:
                 raise Violation(f"{name} reads version {pin.number}, and its pin was lost")
 
@@ -279,7 +267,7 @@ class WeightsProtocol(Protocol):
             raise Violation(f"version {number} was published a second time")
         if number <= self._head:
             raise Violation(f"version {number} was published after {self._head}")
-        writer = self._get(KEYS.writer, Writer)
+        writer = self.record_at(KEYS.writer, Writer)
         if writer is None or writer.epoch != record.epoch:
             raise Violation(
                 f"version {number} was published by epoch {record.epoch}, not the last"
@@ -306,7 +294,7 @@ class WeightsProtocol(Protocol):
         newer = [one for one in self._live if one > number]
         if len(newer) < KEEP:
             raise Violation(f"version {number} was given up, one of the last {KEEP}")
-        target = self._get(KEYS.target, Target)
+        target = self.record_at(KEYS.target, Target)
         if target is not None and number in (*target.allowed, target.staging):
             raise Violation(f"version {number} was given up while the fleet uses it")
         del self._live[number]
@@ -361,10 +349,6 @@ class WeightsProtocol(Protocol):
 
     def _entries(self, prefix: str) -> Sequence[Entry]:
         return self.truth.page(prefix, "", 1000, 0).entries
-
-    def _get(self, key: str, kind: Any) -> Any:
-        entry = self.truth.get(key)
-        return decode(kind, entry) if entry else None
 
     def settled(self) -> bool:
         """Everybody has done what there was to do, and nothing is left."""

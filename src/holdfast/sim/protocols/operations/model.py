@@ -16,28 +16,20 @@ recorded and in what clients heard:
 At the end every client has a result for everything that it sent.
 """
 
-import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import (
-    Exists,
-    Fenced,
-    Gone,
-    HoldfastError,
-    NotFound,
-    Retriable,
-    Unavailable,
-    UnknownOutcome,
-)
+from holdfast.errors import Exists, Gone, HoldfastError, NotFound, Unavailable
 from holdfast.jobs.policy import Policy
-from holdfast.ledger import Batch, Runtime
+from holdfast.ledger import Batch
 from holdfast.ledger.records import decode
-from holdfast.ledger.types import Put, absent, unchanged, value_is
+from holdfast.retry import insist
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.protocols.operations.script import Script
+from holdfast.sim.protocols.operations.taking_over import Handler, incarnation, take_over
 from holdfast.sim.protocols.operations.toy import (
     LOADED,
     ToyCompute,
@@ -46,6 +38,7 @@ from holdfast.sim.protocols.operations.toy import (
     digest,
     event,
 )
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.trainer import ops
 from holdfast.trainer.records import Entry, Keys, Model, Result, number_of
@@ -55,7 +48,6 @@ from holdfast.trainer.trainer import Trainer
 
 __all__ = ["Call", "OperationsProtocol", "Reply"]
 
-EPOCH = "/epoch"
 KEYS = Keys("r", "x", "j")
 TRAINERS = {"n0": "t0", "n1": "t1"}
 CLIENTS = ("n2", "n3")
@@ -69,7 +61,6 @@ POLICY = Policy(
     poison_deaths=50,
     max_models=1,
 )
-CALL_S = 10.0
 WAYS = ("sent", "answered")
 
 
@@ -114,66 +105,33 @@ class OperationsProtocol(Protocol):
         self._results: dict[str, dict[int, Result]] = {}
         self._trimmed: dict[str, int] = {}
         self._scripts: dict[str, Script] = {}
-        self._healed: Callable[[], bool] = lambda: False
 
     def prepare(self, seed: int) -> None:
         """What clients do differs from schedule to schedule."""
         self._scripts = {name: Script(f"{seed} {name}") for name in CLIENTS}
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
-        assert isinstance(runtime, Node)
-        world = runtime.world
-        self._healed = lambda: world.healed
         if name in TRAINERS:
-            await self._train(runtime, name)
+            await take_over(runtime, TRAINERS[name], self._begin)
         else:
             await self._use(runtime, self._scripts[name])
 
     # ---- a trainer ---------------------------------------------------------------
 
-    async def _train(self, node: Node, name: str) -> None:
-        while not self._healed() or name == "n0":
-            if not self._healed() and not (name == "n0" and node.random.random() < 0.5):
-                await node.sleep(node.random.random() * 40)
-            with contextlib.suppress(Fenced, Retriable, UnknownOutcome):
-                await self._incarnate(node, TRAINERS[name])
-            if self._healed():
-                # Twins that take over from each other all the time would never get on.
-                await node.sleep(20.0 + node.random.random() * 60)
-
-    async def _incarnate(self, node: Node, address: str) -> None:
-        """Become the job's present incarnation, and serve until somebody else is."""
-        entry = await node.ledger.get(EPOCH)
-        epoch = int(entry.value) + 1 if entry else 1
-        held = unchanged(entry) if entry else absent(EPOCH)
-        txn = await node.ledger.txn([held], [Put(EPOCH, b"%d" % epoch)])
-        if not txn.succeeded:
-            return
-        guards = [value_is(EPOCH, b"%d" % epoch)] if self._guarded else []
+    async def _begin(self, node: Node, epoch: int) -> tuple[Trainer, Handler]:
         trainer = self._trainer(
             node,
             KEYS,
-            guards,
+            incarnation(epoch) if self._guarded else [],
             compute=ToyCompute(node),
             segments=lambda term: ToySegments(self._files, term),
             vault=lambda journal: ToyVault(node, lambda: journal.guards),
             wall=lambda: 1e9 + node.now(),
             policy=self.policy,
         )
-        by = f"{node.name} {node.random.random()}"
-        await trainer.begin(epoch, by=by)
-
-        async def handle(call: Call) -> Reply:
-            return await self._answer(trainer, call)
-
-        while not node.net.is_free(address):  # a twin of ours
-            await node.sleep(1.0)
-        node.net.listen(address, handle)
-        try:
-            await trainer.run()
-        finally:
-            node.net.close(address)
+        await trainer.begin(epoch, by=f"{node.name} {node.random.random()}")
+        return trainer, functools.partial(self._answer, trainer)
 
     async def _answer(self, trainer: Trainer, call: Call) -> Reply:
         core = trainer.core
@@ -189,7 +147,7 @@ class OperationsProtocol(Protocol):
                     op2 = ops.decode_op(call.op)
                     return Reply("ok", await core.submit(call.line, call.number, op2))
                 case _:
-                    got = await core.retrieve(call.line, 5.0)
+                    got = await core.retrieve(call.line, TIMES.poll_hold_s)
                     if isinstance(got, Pending):
                         return Reply("pending", got.reason)
                     return Reply("ok", outcome=ops.encode(got))
@@ -249,16 +207,15 @@ class OperationsProtocol(Protocol):
 
     async def _call(self, node: Node, call: Call) -> Reply:
         """Ask whichever trainer is there, again and again."""
-        while True:
+
+        async def ask() -> Reply:
             address = node.random.choice(sorted(TRAINERS.values()))
-            try:
-                reply: Reply = await node.net.call(address, call, CALL_S)
-            except (Unavailable, UnknownOutcome):
-                await node.sleep(1.0)
-                continue
-            if reply.kind != "again":
-                return reply
-            await node.sleep(1.0)
+            reply: Reply = await node.net.call(address, call, TIMES.client_call_s)
+            if reply.kind == "again":
+                raise Unavailable(reply.value)
+            return reply
+
+        return await insist(node, ask)
 
     # ---- the invariants ------------------------------------------------------------
 
@@ -342,4 +299,4 @@ class OperationsProtocol(Protocol):
 
     def settled(self) -> bool:
         """Every client has the results of everything that it sent."""
-        return self._healed() and all(script.complete() for script in self._scripts.values())
+        return self.world.healed and all(script.complete() for script in self._scripts.values())

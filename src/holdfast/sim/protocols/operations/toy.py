@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.errors import Corrupt, Fenced, Gone, Mistake, UnknownOutcome
 from holdfast.ledger.types import Compare, Delete, Get, Put, absent
+from holdfast.retry import insist
 from holdfast.sim.world import Node
 from holdfast.trainer import ops
 from holdfast.trainer.records import Place
@@ -74,12 +75,7 @@ class ToyVault:
 
     async def newest(self, channel: str) -> int | None:
         """The newest version."""
-        while True:
-            try:
-                return max(await self._versions(channel), default=None)
-            except Exception as error:
-                if not isinstance(error, UnknownOutcome | ConnectionError):
-                    raise
+        return max(await insist(self._node, lambda: self._versions(channel)), default=None)
 
     async def save(self, channel: str, version: int, snapshot: Snapshot, keep: int) -> Kept:
         """Keep it, in one transaction with the removal of what is old."""

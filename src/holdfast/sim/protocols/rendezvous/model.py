@@ -26,16 +26,11 @@ At the end the run has succeeded or failed, and every process has left.
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from holdfast.errors import (
-    Fenced,
-    LeaseLost,
-    Mistake,
-    Retriable,
-    UnknownOutcome,
-)
+from holdfast.errors import Fenced, LeaseLost, Mistake
 from holdfast.ledger import Batch, Compare, Entry
 from holdfast.ledger.records import Record, decode, load, put
 from holdfast.ledger.runtime import Runtime
@@ -43,8 +38,10 @@ from holdfast.ledger.types import absent, unchanged
 from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.records import Cause, Cycle, End, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.retry import AGAIN, insist
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.protocols.rendezvous.blame import TROUBLES, Blame, Trouble
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node as Process
 
 __all__ = ["KEYS", "RendezvousProtocol", "SimCrew"]
@@ -53,9 +50,6 @@ RUN = "sim"
 KEYS = Keys(RUN)
 WORK = "/runs/sim/work/"
 GOAL = 5
-LEASE_S = 10.0
-GHOST_S = 20.0
-"""So long after a node's death nobody may still give it a rank."""
 FIFTY = 50
 
 
@@ -89,20 +83,21 @@ class SimCrew:
 
     async def outcome(self) -> Cause | None:
         """Count up to the goal."""
-        assert self._place is not None
-        if not self.protocol.reaches(self.name, self._place):
+        place = self._place
+        assert place is not None
+        if not self.protocol.reaches(self.name, place):
             await self.runtime.sleep(2.0 + self.runtime.random.random())
-            await self.rendezvous.unreached(self._place.cycle)
+            await self.rendezvous.unreached(place.cycle)
             await self.runtime.sleep(3600.0)  # workers that wait for rank 0
         while True:
             await self.runtime.sleep(0.2 + self.runtime.random.random())
             if self.protocol.fails(self.name, self.runtime.random.random()):
                 return Cause(kind="failed", detail="a worker failed")
             try:
-                if await self.protocol.commit(self.runtime, self, self._place):
+                if await insist(
+                    self.runtime, lambda: self.protocol.commit(self.runtime, self, place)
+                ):
                     return None
-            except (Retriable, UnknownOutcome):
-                continue
             except Fenced:
                 await self.runtime.sleep(3600.0)  # a worker that hangs until it is stopped
 
@@ -191,9 +186,8 @@ class RendezvousProtocol(Protocol):
 
     # ---- the processes -------------------------------------------------------
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Process, name: str) -> None:
         """One agent: enter, attend, and again when the lease was lost."""
-        assert isinstance(runtime, Process)
         self._running[id(runtime)] = runtime
         number = int(name[1:])
         node = Node(
@@ -204,23 +198,20 @@ class RendezvousProtocol(Protocol):
             infra_rank=number if number % 3 else None,
             domain="ab"[number % 2],
         )
-        while True:
+        given: Any = {"lease_s": TIMES.node_lease_s, "unix": runtime.now}
+
+        async def take_part() -> Cycle | None:
             crew = self._crew(self, runtime, name)
-            try:
-                async with self._rendezvous(
-                    runtime, RUN, name, node, self.rules, lease_s=LEASE_S, unix=runtime.now
-                ) as rendezvous:
-                    crew.rendezvous = rendezvous
-                    ended = await attend(runtime, rendezvous, crew)
-                if ended is not None:
-                    self._leave(runtime, name, ended)
-                    return
+            async with self._rendezvous(runtime, RUN, name, node, self.rules, **given) as entered:
+                crew.rendezvous = entered
+                return await attend(runtime, entered, crew)
+
+        try:
+            while (ended := await insist(runtime, take_part, on=(LeaseLost, *AGAIN))) is None:
                 await runtime.sleep(runtime.random.uniform(1.0, 30.0))  # it is given back
-            except Mistake:  # a twin holds the name
-                self._left.add(id(runtime))
-                return
-            except (LeaseLost, Retriable, UnknownOutcome):
-                await runtime.sleep(0.2)
+            self._leave(runtime, name, ended)
+        except Mistake:  # a twin holds the name
+            self._left.add(id(runtime))
 
     def _leave(self, runtime: Runtime, name: str, ended: Cycle) -> None:
         if self._cycle is None or ended.state != self._cycle.state:
@@ -270,12 +261,7 @@ class RendezvousProtocol(Protocol):
         if entry is not None:
             self._ready.add((name, entry.create_revision, decode(Node, entry).cycle))
         elif previous is not None:
-            self._died[name, previous.create_revision] = self._true_time()
-
-    def _true_time(self) -> float:
-        for process in self._running.values():
-            return process.world.loop.time()
-        return 0.0
+            self._died[name, previous.create_revision] = self.world.loop.time()
 
     def _see_work(self, rank: int, work: Work) -> None:
         cycle = self._cycle
@@ -327,7 +313,7 @@ class RendezvousProtocol(Protocol):
             if (member.name, member.life, now.number) not in self._ready:
                 raise Violation(f"{member.name} was not ready for cycle {now.number}")
             died = self._died.get((member.name, member.life), self._alive.get(member.name, 1e9))
-            if self._true_time() - died > GHOST_S:
+            if self.world.loop.time() - died > 2 * TIMES.node_lease_s:
                 raise Violation(f"{member.name} got rank {rank}, and has been dead for long")
             first = members[rank // rules.segment * rules.segment]
             if rules.segment > 1 and member.domain != first.domain:
@@ -359,7 +345,7 @@ class RendezvousProtocol(Protocol):
     def check(self) -> None:
         """Remember who lives."""
         if self.nodes < FIFTY:
-            now = self._true_time()
+            now = self.world.loop.time()
             for process in self._running.values():
                 if not process.dead:
                     self._alive[process.name] = now

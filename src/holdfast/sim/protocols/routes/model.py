@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from holdfast.client.meaning import AGAIN, meaning_of, next_step
-from holdfast.errors import Exists, HoldfastError, Retriable, Unavailable, UnknownOutcome
+from holdfast.errors import Exists, HoldfastError, Unavailable, UnknownOutcome
 from holdfast.gateway.answers import Answer, Kind, Route
 from holdfast.gateway.desk import Desk, Sent
 from holdfast.jobs.decide import Verb
@@ -31,13 +31,14 @@ from holdfast.jobs.host import Host
 from holdfast.jobs.launcher import Ticket
 from holdfast.jobs.records import GONE, TOMBSTONES, Job, Keys
 from holdfast.jobs.store import Jobs
-from holdfast.ledger import Batch, Runtime
+from holdfast.ledger import Batch
 from holdfast.ledger.records import decode
+from holdfast.retry import Pauses, Policy, insist
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.protocols.routes.others import LateRoutes, NaiveDesk
 from holdfast.sim.protocols.routes.trainer import Call, Op, Reply, SimLauncher, Trainer
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
-from holdfast.timeouts import Timeouts
 
 __all__ = ["RoutesProtocol"]
 
@@ -45,11 +46,9 @@ RUN = "r"
 KEYS = Keys(RUN)
 ACCOUNTS = ("x", "y")
 JOB = "j"
-CALL_S = 30.0
-DOUBT_MIN_S, DOUBT_MAX_S, DOUBT_S = 0.1, 2.0, 30.0
-"""How the client waits after a doubtful 404, and for how long in all."""
+DOUBTS = Policy(base_s=0.1, max_s=2.0, jitter=0.0)
+"""How the client waits after a doubtful 404."""
 GATEWAYS = {"n3": "g3", "n4": "g4"}
-TIMEOUTS = Timeouts(host_lease_s=6.0, submit_wait_s=3.0, poll_hold_s=6.0)
 
 
 def _secrets(runtime: Node) -> Callable[[], str]:
@@ -97,25 +96,19 @@ class RoutesProtocol(Protocol):
         self._done: dict[str, set[int]] = {account: set() for account in ACCOUNTS}
         self._told: set[str] = set()
         self._works_again = False
-        self._healed: Callable[[], bool] = lambda: False
-        self._now: Callable[[], float] = lambda: 0.0
 
     def prepare(self, seed: int) -> None:
         """Every third schedule has gateways that believe their tables."""
         self.naive = seed % 3 == 2
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
-        assert isinstance(runtime, Node)
-        world = runtime.world
-        self._healed = lambda: world.healed
-        self._now = world.loop.time
         jobs = self._jobs(runtime, RUN, lambda: 1e9 + runtime.now())
         if name == "n0":
             await self._use(jobs, runtime)
         elif name in ("n1", "n2"):
             launcher = SimLauncher(runtime, self._trainer)
-            given: Any = {"grace_s": 2.0, "new_secret": _secrets(runtime), "timeouts": TIMEOUTS}
+            given: Any = {"grace_s": 2.0, "new_secret": _secrets(runtime), "timeouts": TIMES}
             await self._host(jobs, launcher, name, **given).run()
         elif name in GATEWAYS:
             await self._gate(jobs, runtime, GATEWAYS[name])
@@ -128,7 +121,7 @@ class RoutesProtocol(Protocol):
         for account in ACCOUNTS:
             with contextlib.suppress(Exists):  # a life before this one has made it
                 await jobs.create(account, JOB, {})
-        while not self._healed():
+        while not self.world.healed:
             await runtime.sleep(runtime.random.random() * 20)
             account = runtime.random.choice(ACCOUNTS)
             verbs: tuple[Verb, ...] = ("pause", "resume", "resume", "cancel")
@@ -136,7 +129,7 @@ class RoutesProtocol(Protocol):
             with contextlib.suppress(HoldfastError):
                 await jobs.change(account, JOB, verb)
         while not self._over():
-            with contextlib.suppress(Retriable, UnknownOutcome, HoldfastError):
+            with contextlib.suppress(HoldfastError):
                 if ACCOUNTS[1] not in self._told:
                     await jobs.change(ACCOUNTS[1], JOB, "delete")
                 with contextlib.suppress(Exists):
@@ -152,7 +145,7 @@ class RoutesProtocol(Protocol):
 
         routes = LateRoutes(jobs, lag)
         kind = NaiveDesk if self.naive else self._desk
-        desk = kind(runtime, routes, TIMEOUTS)
+        desk = kind(runtime, routes, TIMES)
 
         async def handle(call: Call) -> Reply:
             return await self._serve(desk, runtime, call)
@@ -206,18 +199,21 @@ class RoutesProtocol(Protocol):
 
     async def _operate(self, jobs: Jobs, runtime: Node, account: str, seq: int) -> None:
         """Submit under one number until it is taken, poll until it is done."""
-        kind, number, healed = "submit", seq, self._healed()
-        while not self._over():
-            began = self._now()
+        kind, number, healed = "submit", seq, self.world.healed
+
+        async def ask() -> tuple[float, Reply]:
+            began = self.world.loop.time()
             call = Call(kind, account, JOB, number, work=f"{account}:{seq}")
-            try:
-                gateway = runtime.random.choice(sorted(GATEWAYS.values()))
-                reply = await self._ask(jobs, runtime, gateway, call)
-            except (Unavailable, UnknownOutcome):
-                await runtime.sleep(1.0)
-                if self._resubmits and kind == "poll":
-                    kind, number = "submit", number + 1
-                continue
+            gateway = runtime.random.choice(sorted(GATEWAYS.values()))
+            return began, await self._ask(jobs, runtime, gateway, call)
+
+        def unheard(_: Exception) -> None:
+            nonlocal kind, number
+            if self._resubmits and kind == "poll":
+                kind, number = "submit", number + 1
+
+        while not self._over():
+            began, reply = await insist(runtime, ask, failed=unheard)
             if reply.status == 200:
                 if kind == "poll":
                     self._done[account].add(seq)
@@ -237,19 +233,18 @@ class RoutesProtocol(Protocol):
     async def _ask(self, jobs: Jobs, runtime: Node, gateway: str, call: Call) -> Reply:
         """One request as the client's transport sends it: again, while a 404 is doubtful."""
         kind: Kind = "poll" if call.kind == "poll" else "submit"
-        wait_s, waited_s = DOUBT_MIN_S, 0.0
+        pauses, until = Pauses(runtime, DOUBTS), runtime.now() + TIMES.doubt_s
         while True:
-            reply: Reply = await runtime.net.call(gateway, call, CALL_S)
+            reply: Reply = await runtime.net.call(gateway, call, TIMES.sdk_poll_s)
             meaning = meaning_of(kind, reply.status, reply.code, "")
             if not self.naive or meaning == "answer":
                 return reply
-            heard = self._now()
+            heard = self.world.loop.time()
             step = next_step(kind, meaning, await self._state(jobs, call.account))
-            if step not in AGAIN or waited_s + wait_s > DOUBT_S:
+            if step not in AGAIN or runtime.now() > until:
                 return reply
             self._may_doubt(call.account, heard)
-            await runtime.sleep(wait_s)
-            waited_s, wait_s = waited_s + wait_s, min(DOUBT_MAX_S, 2 * wait_s)
+            await pauses.wait()
 
     async def _state(self, jobs: Jobs, account: str) -> str:
         """What the control plane says; nothing, if it does not answer."""
@@ -306,7 +301,7 @@ class RoutesProtocol(Protocol):
         if job.epoch == last and before == "RUNNING" and job.state != "RUNNING":
             raise Violation(f"{job.name} left RUNNING and kept its epoch {last}")
         self._epochs[job.name] = job.epoch
-        self._states[job.name].append((self._now(), job.state))
+        self._states[job.name].append((self.world.loop.time(), job.state))
 
     def _see_op(self, key: str, op: Op) -> None:
         _, _, account, job, seq = key.split("/")
@@ -331,8 +326,8 @@ class RoutesProtocol(Protocol):
         return self._states[f"{account}/{JOB}"][-1][1] in states
 
     def _over(self) -> bool:
-        return self._healed() and self.settled()
+        return self.world.healed and self.settled()
 
     def settled(self) -> bool:
         """One job works on; the other is gone, and its caller knows."""
-        return self._healed() and self._works_again and ACCOUNTS[1] in self._told
+        return self.world.healed and self._works_again and ACCOUNTS[1] in self._told

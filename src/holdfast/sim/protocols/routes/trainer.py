@@ -13,13 +13,12 @@ from holdfast.errors import Unavailable
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
 from holdfast.ledger.types import Compare, Get, Put, absent, present
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 
 __all__ = ["ADDRESSES", "Call", "Op", "Reply", "SimLauncher", "Trainer", "op_key"]
 
 ADDRESSES = ("a", "b", "c")
-POLL_S = 4.0
-"""How long a trainer holds a poll."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -119,7 +118,7 @@ class Trainer(Running):
 
     async def _poll(self, call: Call) -> Reply:
         key = op_key(self._who.account, self._who.job, call.seq)
-        deadline = self._node.now() + POLL_S
+        deadline = self._node.now() + TIMES.poll_hold_s
         while self._node.now() < deadline:
             if await self._node.ledger.get(key) is not None:
                 return Reply(200)

@@ -26,19 +26,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import (
-    Fenced,
-    HoldfastError,
-    Mistake,
-    NotFound,
-    Retriable,
-    Unavailable,
-    UnknownOutcome,
-)
+from holdfast.errors import HoldfastError, Mistake, NotFound, Unavailable
 from holdfast.jobs.policy import Policy
 from holdfast.ledger import Batch as Change
-from holdfast.ledger import Runtime
-from holdfast.ledger.types import Put, absent, unchanged, value_is
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run.config import Config
 from holdfast.run.metrics import Metrics
@@ -47,11 +37,13 @@ from holdfast.run.orchestrator_process import _model
 from holdfast.run.records import StepRecord
 from holdfast.run.steps import Steps
 from holdfast.sim.protocol import Protocol, Violation
+from holdfast.sim.protocols.operations.taking_over import Handler, incarnation, take_over
 from holdfast.sim.protocols.operations.toy import ToySegments
 from holdfast.sim.protocols.run.parts import Page, SimClient, SimPool, SimReplica
 from holdfast.sim.protocols.run.reference import BASE, Reference
 from holdfast.sim.protocols.run.toy import Compute, Vault
 from holdfast.sim.protocols.run.witness import RUN, TRAINED, Witness
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.trainer.service import PREFIX, Request, Service
 from holdfast.trainer.trainer import Trainer
@@ -59,12 +51,9 @@ from holdfast.transfer.queue import Batch, Queue
 
 __all__ = ["RunProtocol", "SimOrchestrator"]
 
-EPOCH = "/epoch"
 TRAINERS = {"n0": "t0", "n1": "t1"}
 ORCHESTRATORS = ("n2", "n3")
 REPLICAS = {"n4": "r0", "n5": "r1"}
-LEASE_S = 10.0
-HOLD_S = 5.0
 METRICS = "metrics.jsonl"
 POLICY = Policy(
     gap_s=400.0,
@@ -146,13 +135,11 @@ class RunProtocol(Protocol):
         self._config = _config(0, 4, 1)
         self._reference = Reference(self._config)
         self._witness = Witness(self._reference)
-        self._healed: Callable[[], bool] = lambda: False
         self._files: dict[tuple[int, int], bytes] = {}
         self._pages: dict[str, bytes] = {}
         self._lives: list[Node] = []
         self._repaired: set[str] = set()
         self._luck = random.Random(0)
-        self._note: Callable[[str, str], None] = lambda _who, _what: None
 
     def prepare(self, seed: int) -> None:
         """Seeds, the number of steps and the lag differ from schedule to schedule."""
@@ -161,13 +148,10 @@ class RunProtocol(Protocol):
         self._witness = Witness(self._reference, self._damage)
         self._luck = random.Random(f"values {seed}")
 
-    async def run(self, runtime: Runtime, name: str) -> None:
+    async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
-        assert isinstance(runtime, Node)
-        world = runtime.world
-        self._healed, self._note = (lambda: world.healed), world.note
         if name in TRAINERS:
-            await self._train(runtime, name)
+            await take_over(runtime, TRAINERS[name], self._begin)
         elif name in REPLICAS:
             await self._replicate(runtime, REPLICAS[name])
         else:
@@ -175,28 +159,11 @@ class RunProtocol(Protocol):
 
     # ---- a trainer ---------------------------------------------------------------
 
-    async def _train(self, node: Node, name: str) -> None:
-        while not self._healed() or name == "n0":
-            if not self._healed() and not (name == "n0" and node.random.random() < 0.5):
-                await node.sleep(node.random.random() * 40)
-            with contextlib.suppress(Fenced, Retriable, UnknownOutcome):
-                await self._incarnate(node, TRAINERS[name])
-            if self._healed():
-                # Twins that take over from each other all the time would never get on.
-                await node.sleep(20.0 + node.random.random() * 60)
-
-    async def _incarnate(self, node: Node, address: str) -> None:
-        """Become the job's present incarnation, and serve until somebody else is."""
-        entry = await node.ledger.get(EPOCH)
-        epoch = int(entry.value) + 1 if entry else 1
-        held = unchanged(entry) if entry else absent(EPOCH)
-        txn = await node.ledger.txn([held], [Put(EPOCH, b"%d" % epoch)])
-        if not txn.succeeded:
-            return
+    async def _begin(self, node: Node, epoch: int) -> tuple[Trainer, Handler]:
         trainer = self._trainer(
             node,
             TRAINED,
-            [value_is(EPOCH, b"%d" % epoch)] if self._guarded else [],
+            incarnation(epoch) if self._guarded else [],
             compute=Compute(node),
             segments=lambda term: ToySegments(self._files, term),
             vault=lambda journal: Vault(node, lambda: journal.guards),
@@ -205,19 +172,14 @@ class RunProtocol(Protocol):
         )
         await trainer.begin(epoch, by=f"{node.name} {node.random.random()}")
         bases: Any = None  # nobody asks what models there are
-        service = Service(trainer.core, trainer.upkeep, bases, store=node.values, hold_s=HOLD_S)
+        hold_s = TIMES.poll_hold_s
+        service = Service(trainer.core, trainer.upkeep, bases, store=node.values, hold_s=hold_s)
 
         async def handle(asked: tuple[str, dict[str, str], bytes]) -> object:
             name, headers, body = asked
             return await service.answer(Request("POST", PREFIX + name, headers, body))
 
-        while not node.net.is_free(address):  # a twin of ours
-            await node.sleep(1.0)
-        node.net.listen(address, handle)
-        try:
-            await trainer.run()
-        finally:
-            node.net.close(address)
+        return trainer, handle
 
     # ---- a replica ---------------------------------------------------------------
 
@@ -231,7 +193,7 @@ class RunProtocol(Protocol):
             node.net.listen(address, replica.answer)
             try:
                 await node.sleep(node.random.random() * 100)
-                while self._healed():
+                while self.world.healed:
                     await node.sleep(600.0)
             finally:
                 node.net.close(address)
@@ -247,18 +209,18 @@ class RunProtocol(Protocol):
             TASKS,
             run=RUN,
             member=member,
-            lease_s=LEASE_S,
+            lease_s=TIMES.member_lease_s,
             runtime=node,
         )
 
     # ---- an orchestrator -----------------------------------------------------------
 
     async def _orchestrate(self, node: Node, name: str) -> None:
-        if name != ORCHESTRATORS[0] and not self._healed():
+        if name != ORCHESTRATORS[0] and not self.world.healed:
             await node.sleep(node.random.random() * 60)
         self._lives.append(node)
         ended = False
-        while not (ended and self._healed()):
+        while not (ended and self.world.healed):
             try:
                 await self._live(node)
                 ended = True
@@ -292,8 +254,8 @@ class RunProtocol(Protocol):
     def _damage(self, record: StepRecord) -> None:
         """Of a step that is committed a value may flip a bit."""
         key = self._luck.choice(self._witness.refs[self._luck.choice(record.keys)])
-        if self._luck.random() < 0.3 and not self._healed() and self.values.peek(key):
-            self._note("store", f"{key} flips a bit")
+        if self._luck.random() < 0.3 and not self.world.healed and self.values.peek(key):
+            self.world.note("store", f"{key} flips a bit")
             self.values.flip(key, -1)
 
     def settled(self) -> bool:
@@ -301,7 +263,7 @@ class RunProtocol(Protocol):
         seen = self._witness
         return (
             "end" in seen.records
-            and self._healed()
+            and self.world.healed
             and all(node.dead for node in self._lives)
             and seen.acked == seen.step_of.keys()
             and self._pages.get(METRICS) == self._lines()

@@ -13,13 +13,8 @@ from typing import Any
 import msgspec
 
 from holdfast.client.native import ANSWER_BYTES, RESULT_BYTES, Client, _Answer
-from holdfast.errors import (
-    BatchFailed,
-    HoldfastError,
-    Mistake,
-    Unavailable,
-    UnknownOutcome,
-)
+from holdfast.errors import BatchFailed, HoldfastError, Mistake, Unavailable, UnknownOutcome
+from holdfast.retry import Pauses
 from holdfast.rollout.asks import Answer, Ask, keys_of
 from holdfast.rollout.environments import Spoilt
 from holdfast.rollout.replica import Replica
@@ -28,6 +23,7 @@ from holdfast.run.pool import Pool, _Replica
 from holdfast.run.records import ModelRecord
 from holdfast.run.steps import Steps
 from holdfast.sim.protocols.run.toy import FLAKY, SPOILS, episode, luck_of, read_content, vault_key
+from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.timeouts import DEFAULTS
 from holdfast.trainer.wire.answers import Answer as HttpAnswer
@@ -35,8 +31,6 @@ from holdfast.transfer.queue import Queue
 
 __all__ = ["Page", "SimClient", "SimPool", "SimReplica"]
 
-CALL_S = 10.0
-MAKE_S = 30.0
 _JSON = "application/json"
 
 
@@ -62,7 +56,7 @@ class SimClient(Client):
         headers = {"content-type": content_type, "accept": accept}
         try:
             answer: HttpAnswer = await self._node.net.call(
-                self._address, (name, headers, body), CALL_S
+                self._address, (name, headers, body), TIMES.client_call_s
             )
             if answer.status == 421:
                 raise Unavailable(f"{self._address} has been replaced")
@@ -81,14 +75,16 @@ class SimPool(Pool):
         self._patience_s = patience_s
         self._replicas = {one: _Replica(one, one) for one in addresses}
         self._changed = asyncio.Event()
+        self._pauses = Pauses(node)
 
     async def _post(self, replica: _Replica, ask: Ask) -> Answer:
         body = msgspec.json.encode(ask)
         try:
-            answer = await self._node.net.call(replica.address, body, MAKE_S)
+            answer = await self._node.net.call(replica.address, body, TIMES.replica_call_s)
         except (Unavailable, UnknownOutcome) as error:
-            await self._node.sleep(1.0)
+            await self._pauses.wait(error)
             raise Unavailable(f"{replica.name}: {error}") from None
+        self._pauses.reset()
         if isinstance(answer, Answer):
             return answer
         kind, text = answer
