@@ -45,7 +45,7 @@ class Thing:
 def double(thing): return Thing(thing.n * 2)
 if __name__ == "__main__":
     assert pickle.loads(pickle.dumps(Thing(3))).n == 3
-    for method in ("spawn", "fork", "forks"):
+    for method in ("spawn", "fork", "forkserver"):
         with multiprocessing.get_context(method).Pool(1) as pool:
             print(method, pool.map(double, [Thing(1), Thing(2)])[1].n, flush=True)
 """

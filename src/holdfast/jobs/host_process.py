@@ -23,6 +23,7 @@ from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.proc.forkserver import ForkServer, begin
+from holdfast.proc.supervisor import as_program
 from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["HostSettings", "main"]
@@ -107,7 +108,8 @@ def main() -> None:
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     private_folder(log.parent)
     events.configure(log, process=settings.name)
-    asyncio.run(serve(settings, forks))
+    with as_program():
+        asyncio.run(serve(settings, forks))
 
 
 if __name__ == "__main__":

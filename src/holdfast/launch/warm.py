@@ -37,6 +37,7 @@ from holdfast.errors import HoldfastError
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
 from holdfast.proc.forkserver import ForkServer
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 
@@ -44,8 +45,6 @@ __all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 PRELOAD = ("torch", "torch._dynamo")
 MAX_FAILURES = 3
 MIN_FREE_BYTES = 1 << 30
-_RETRY_S = 5.0
-_KILL_S = 10.0
 _LOW = 19
 
 
@@ -161,7 +160,7 @@ class WarmPool:
         for blank in sorted(self._blanks, key=lambda blank: not blank.told.done()):
             self._blanks.remove(blank)
             self._usual_priority(blank)
-            if blank.process.running():
+            if blank.process.alive():
                 return blank, ""
             self._end(blank)
         if self._forks is not None and self._forks.ready():
@@ -204,7 +203,9 @@ class WarmPool:
                     continue
                 except HoldfastError as error:
                     self._failed(0, str(error))
-            self._again = asyncio.get_running_loop().call_later(wait_s or _RETRY_S, self._top_up)
+            self._again = asyncio.get_running_loop().call_later(
+                wait_s or DEFAULTS.restart_pause_s, self._top_up
+            )
             return
 
     def _start(self) -> None:
@@ -260,7 +261,7 @@ class WarmPool:
             self._tell(WarmOff(reason=self.off))
 
     def _end(self, blank: Blank) -> None:
-        task = asyncio.get_running_loop().create_task(blank.discard(_KILL_S))
+        task = asyncio.get_running_loop().create_task(blank.discard(DEFAULTS.worker_kill_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -289,7 +290,7 @@ def _lower(blank: Blank) -> None:
 
 def _raise_again(blank: Blank, tries: int = 20) -> None:
     """Back to what a child that starts now would have."""
-    if not blank.process.running():
+    if not blank.process.alive():
         return
     if _nice_can_be_taken_back():
         _set_nice(blank, os.getpriority(os.PRIO_PROCESS, 0))

@@ -1,5 +1,6 @@
 """The processes of a run: which there are, and what each is told."""
 
+import math
 import shlex
 import shutil
 import sys
@@ -12,8 +13,10 @@ from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part
 from holdfast.jobs.host_process import HostSettings
 from holdfast.proc.forkserver import ForkServer
+from holdfast.proc.restarts import RestartPolicy
 from holdfast.rollout.process import ReplicaSettings
 from holdfast.rollout.vllm_sampler import VllmSettings
+from holdfast.run.ending import state_of
 from holdfast.run.folder import Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
@@ -106,7 +109,18 @@ def parts_of(
         config=config.model_dump(mode="json"),
     )
     log = logs / "orchestrator.log"
-    parts.append(Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, forks))
+    parts.append(
+        Part(
+            ORCHESTRATOR,
+            "holdfast.run.orchestrator_process",
+            orchestrator,
+            log,
+            forks,
+            # A step that was done is its progress, however long a life has lasted.
+            policy=RestartPolicy(well_s=math.inf),
+            progress=lambda: state_of(folder)[0],
+        )
+    )
     return parts
 
 
