@@ -36,13 +36,12 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
+from holdfast.proc import preload as preload_lists
 from holdfast.proc.forkserver import ForkServer
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
+__all__ = ["Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 
-# The first optimizer that is made imports torch._dynamo, which takes longer than torch itself.
-PRELOAD = ("torch", "torch._dynamo")
 MAX_FAILURES = 3
 MIN_FREE_BYTES = 1 << 30
 _LOW = 19
@@ -100,7 +99,7 @@ class WarmPool:
         spec: Spec,
         *,
         cwd: Path | None = None,
-        preload: Sequence[str] = PRELOAD,
+        preload: Sequence[str] = preload_lists.USER,
         budget: Budget | None = None,
         forks: ForkServer | None = None,
         patience_s: float = 20.0,

@@ -21,19 +21,10 @@ from holdfast.run.folder import Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
 
-__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "PRELOAD", "base_directory", "parts_of"]
+__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "base_directory", "parts_of"]
 
 ACCOUNT, JOB = "local", "trainer"
 ORCHESTRATOR = "orchestrator"
-PRELOAD = (
-    "holdfast.trainer.preload",
-    "holdfast.gateway.process",
-    "holdfast.jobs.host_process",
-    "holdfast.rollout.process",
-    "holdfast.rollout.own_sampler",
-    "holdfast.run.orchestrator_process",
-)
-"""What the fork server has imported: everything that a part of a run will."""
 _BASE = "policy"
 _RESTARTS = 1000
 """How often a trainer may die early: here, somebody kills it on purpose."""

@@ -21,13 +21,14 @@ from holdfast.files import private_folder, write_private
 from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.proc import preload
 from holdfast.proc import supervisor as proc_supervisor
 from holdfast.proc.forkserver import begin
 from holdfast.proc.ports import reserve
 from holdfast.run.ending import state_of
 from holdfast.run.folder import Folder
 from holdfast.run.happenings import Begun, Ended, PartDied, PartStarted
-from holdfast.run.parts import ACCOUNT, JOB, ORCHESTRATOR, PRELOAD, base_directory, parts_of
+from holdfast.run.parts import ACCOUNT, JOB, ORCHESTRATOR, base_directory, parts_of
 from holdfast.run.records import RunDone
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer import shm
@@ -87,7 +88,7 @@ class Supervisor:
             port = reserved.getsockname()[1]
             if line:
                 write_private(folder.path / "gateway.json", msgspec.json.encode({"port": port}))
-            forks = begin(PRELOAD)
+            forks = begin(preload.RUN)
             parts = parts_of(folder, base, known, port, forks, line=line)
             supervisor = proc_supervisor.Supervisor(
                 parts, died=self._died, started=self._started, say=_say_at_once
