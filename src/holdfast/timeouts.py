@@ -188,6 +188,18 @@ RULES: tuple[Rule, ...] = (
         "etcd silently lengthens a shorter lease, and a dead node holds its rank for longer",
     ),
     Rule(
+        "adoption_s",
+        "<",
+        "birth_s",
+        "a child that is not adopted must have ended before its start is given up",
+    ),
+    Rule(
+        "restart_pause_s",
+        "<",
+        "well_s",
+        "a part that is started again must live longer than it was waited for to count as well",
+    ),
+    Rule(
         "job_retry_s",
         "<=",
         "host_lease_s",
@@ -434,12 +446,6 @@ class Timeouts(BaseModel):
     vllm_look_s: float = _seconds(
         0.2, "How often a vLLM server of ours is looked at: whether it runs, whether it answers."
     )
-    vllm_steady_s: float = _seconds(
-        300.0, "A vLLM server that ran for so long is started again soon, whatever was before."
-    )
-    vllm_end_s: float = _seconds(
-        5.0, "How long it may take to remove what is left of a vLLM server."
-    )
     vllm_load_s: float = _seconds(300.0, "How long a vLLM server may take to load a version.")
     marker_poll_s: float = _seconds(
         0.5, "How often a channel without a ledger is looked at by whoever waits."
@@ -514,6 +520,52 @@ class Timeouts(BaseModel):
     )
 
     # ---- processes and launch
+
+    process_look_s: float = _seconds(
+        0.02, "How often a process looks at children, files and ports that tell it nothing."
+    )
+    log_trim_s: float = _seconds(5.0, "How often the log of a running process is bounded.")
+    well_s: float = _seconds(
+        10.0, "A process that has lived so long was well: its death counts as a first one."
+    )
+    restart_pause_s: float = _seconds(
+        5.0, "The longest wait before a process that keeps ending is started again."
+    )
+    server_well_s: float = _seconds(300.0, "As well_s, for a vLLM server, which loads a model.")
+    server_pause_s: float = _seconds(60.0, "As restart_pause_s, for a vLLM server.")
+    keeper_end_s: float = _seconds(
+        5.0, "How long the keeper of a server may take to remove what is left of it."
+    )
+    part_end_s: float = _seconds(
+        20.0, "How long a part of a service or a run may take to end when it is asked to."
+    )
+    serve_drain_s: float = _seconds(
+        2.0, "How long requests that are being answered may take when their server ends."
+    )
+    fork_imports_s: float = _seconds(
+        60.0, "How long a start waits for a fork server that is still importing."
+    )
+    birth_s: float = _seconds(10.0, "How long a fork server may take to fork.")
+    adoption_s: float = _seconds(5.0, "How long a forked child waits for its parent to adopt it.")
+    health_probe_s: float = _seconds(
+        5.0, "How long a trainer that is starting may take to answer one question."
+    )
+    health_check_s: float = _seconds(20.0, "How long one health check of a node may take.")
+    hang_look_s: float = _seconds(0.5, "How often a node looks at its workers' beats.")
+    signalled_s: float = _seconds(
+        0.5, "How long after a worker was terminated its node may hear that it is to end, too."
+    )
+    report_order_s: float = _seconds(
+        0.5, "How long after a worker's exception it is reported: most have ended by then."
+    )
+    refill_s: float = _seconds(
+        5.0, "How long after a start new warm interpreters are made: training has begun by then."
+    )
+    warden_silence_s: float = _seconds(5.0, "How long the warden may leave a renewal unanswered.")
+    warden_close_s: float = _seconds(2.0, "How long the warden may take to end.")
+    worker_kill_s: float = _seconds(
+        30.0, "How long killed workers may take to be gone before a node leaves."
+    )
 
     # ---- jobs, gateway, client
 
@@ -636,6 +688,9 @@ class Timeouts(BaseModel):
     )
     chaos_look_s: float = _seconds(
         0.05, "How often chaos looks how far a run is, and whether a victim is there."
+    )
+    chaos_refill_s: float = _seconds(
+        0.01, "How often a fault that fills a disk takes what others have freed."
     )
     chaos_find_s: float = _seconds(
         20.0, "How long chaos waits for a victim that is just being started again."

@@ -273,7 +273,7 @@ async def test_what_trainers_write_is_bounded(
     """While one runs, and over its epochs: of a job that is started again and again the newest
     logs are kept."""
     monkeypatch.setattr(child_module, "LOG_BYTES", 128 << 10)
-    monkeypatch.setattr(child_module, "TRIM_S", 0.02)
+    monkeypatch.setattr("holdfast.jobs.local.DEFAULTS", Timeouts(log_trim_s=0.02))
     code = "import time\nfor _ in range(60_000): print('x' * 31)\ntime.sleep(600)"
     command = shlex.join([sys.executable, "-u", "-c", code])
     launcher = LocalLauncher({"default": command}, tmp_path, "memory:")

@@ -15,7 +15,8 @@ import pytest
 from holdfast import events
 from holdfast.launch import warm
 from holdfast.launch.spec import PER_SEAT, Order, Spec, environment
-from holdfast.launch.warm import PRELOAD, Budget, WarmLost, WarmOff, WarmPool, WarmReady
+from holdfast.launch.warm import Budget, WarmLost, WarmOff, WarmPool, WarmReady
+from holdfast.proc.preload import USER
 from launch.node import alive, auntil, make_seat, make_spec, script, started
 from patience import HANG_S
 
@@ -192,7 +193,7 @@ def watched(self, name, get=kind.__getitem__):
     read.add(name)
     return get(self, name)
 kind.__getitem__ = watched
-for name in {PRELOAD!r}: __import__(name)
+for name in {USER!r}: __import__(name)
 print(len(read), sorted(read & set({sorted(PER_SEAT)!r})), len(os.listdir("/proc/self/task")))
 """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -105,7 +105,7 @@ def test_an_ended_child_keeps_its_pid_until_its_group_is_killed() -> None:
     assert child.wait(HANG_S) == 0
     assert not child.alive()
     assert Path(f"/proc/{child.pid}").exists()
-    child.signal(signal.SIGKILL)  # does nothing
+    child.signal(signal.SIGKILL)  # nobody is left in its group
     child.kill_group()
     assert not Path(f"/proc/{child.pid}").exists()
     child.kill_group()  # twice does no harm, and signals nobody

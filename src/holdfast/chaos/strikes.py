@@ -89,7 +89,7 @@ async def fill(folder: Path, length_s: float) -> None:
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
-                    await asyncio.sleep(DEFAULTS.chaos_look_s)
+                    await asyncio.sleep(DEFAULTS.chaos_refill_s)
     finally:
         with contextlib.suppress(FileNotFoundError):
             balloon.unlink()

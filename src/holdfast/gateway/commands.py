@@ -20,7 +20,7 @@ from holdfast.errors import Mistake, Unavailable
 from holdfast.fetch import fetch
 from holdfast.files import private_folder
 from holdfast.gateway.process import GatewaySettings
-from holdfast.gateway.serve import Part, Supervisor, own_name
+from holdfast.gateway.serve import Part, own_name, watch
 from holdfast.jobs.accounts import TRUSTED, Accounts, split_key
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host_process import HostSettings
@@ -169,8 +169,12 @@ def _serve(
     def announce() -> None:
         click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
 
-    supervisor = Supervisor(parts, lambda text: click.echo(f"holdfast: {text}", err=True))
-    supervisor.run(lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)), announce)
+    watch(
+        parts,
+        lambda text: click.echo(f"holdfast: {text}", err=True),
+        lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)),
+        announce,
+    )
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.steward import Steward
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime, Runtime
+from holdfast.proc.supervisor import as_program
 from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["GatewaySettings", "main"]
@@ -118,7 +119,8 @@ def main(
     counters = events.Counters()
     bounds = _ACCESS_LOG if settings.access_log else {}
     events.configure(log, process=settings.name, sinks=[counters], **bounds)
-    run(serve(settings, counters, make_routes, make_desk))
+    with as_program():
+        run(serve(settings, counters, make_routes, make_desk))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.proc import preload
 from holdfast.proc.forkserver import ForkServer, begin
+from holdfast.proc.supervisor import as_program
 from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["HostSettings", "main"]
@@ -45,10 +47,6 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grace_s: float = 10.0
     start_s: float = 300.0
     restarts: int = Budget().restarts
-
-
-PRELOAD = ("holdfast.trainer.preload",)
-"""What the fork server of a host has imported that starts Holdfast's own trainers."""
 
 
 async def serve(settings: HostSettings, forks: ForkServer | None = None) -> None:
@@ -103,11 +101,12 @@ def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(take_settings(), type=HostSettings)
     own = any(is_own(shlex.split(command)) for command in settings.trainers.values())
-    forks = begin(PRELOAD) if own else None
+    forks = begin(preload.HOST) if own else None
     log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
     private_folder(log.parent)
     events.configure(log, process=settings.name)
-    asyncio.run(serve(settings, forks))
+    with as_program():
+        asyncio.run(serve(settings, forks))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ API key may then start jobs, but not programs of his choice.
 
 import asyncio
 import contextlib
-import errno
 import os
 import re
 import shlex
@@ -30,18 +29,13 @@ from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
 from holdfast.machine import begun_at, listeners, listening_users
-from holdfast.proc import child as child_module
 from holdfast.proc.forkserver import ForkServer
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
 
-_IMPORTS_S = 60.0
-"""Longer than this, nobody waits for a fork server."""
 _LOGS = 32
 """Of how many epochs of a job the output is kept."""
-_LOOK_S = 0.02
-_PROBE_S = 0.1
-_PROBE_LIMIT_S = 5.0
 _GOOD = re.compile(rb"HTTP/1\.[01] 2[0-9][0-9][ \r]")
 _NO_HTTP = (asyncio.IncompleteReadError, asyncio.LimitOverrunError)
 
@@ -106,23 +100,17 @@ class LocalLauncher(Launcher):
             given: Any = {"name": who.name, "env": env, "log": log}
             words = [arg.replace("{port}", str(port)) for arg in argv]
             child = await self._forked(words, given) or proc.spawn(words, **given)
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOEXEC, errno.E2BIG):
-                raise Unavailable(f"{argv[0]} could not be started: {error}") from error
-            raise Mistake(f"{argv[0]} cannot be started: {error}") from error
-        try:
-            return LocalProcess(child, who, self._host, held, self._health_path, self._start_s)
-        except BaseException:
-            child.kill_group()
-            raise
+        except OSError as error:  # its log cannot be written
+            raise Unavailable(f"{argv[0]} could not be started: {error}") from error
+        return LocalProcess(child, who, self._host, held, self._health_path, self._start_s)
 
     async def _forked(self, argv: Sequence[str], given: Any) -> proc.Child | None:
         if self._forks is None or not is_own(argv):
             return None
         self._forks.tend()
-        until = time.monotonic() + _IMPORTS_S
+        until = time.monotonic() + DEFAULTS.fork_imports_s
         while self._forks.alive() and not self._forks.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(DEFAULTS.process_look_s)
         return self._forks.spawn(argv, **given)
 
     def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
@@ -174,23 +162,17 @@ class LocalProcess(Running):
         self._held, self._port = held, held.port
         self._health_path = health_path
         self._start_s = start_s
-        self._ended = asyncio.get_running_loop().create_future()
-        self._pidfd = os.pidfd_open(child.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+        child.exited.add_done_callback(self._on_end)
         self._trim()
 
     def _trim(self) -> None:
         """Bound its log, now and then."""
         self._child.trim_log()
-        self._trimming = asyncio.get_running_loop().call_later(child_module.TRIM_S, self._trim)
+        self._trimming = asyncio.get_running_loop().call_later(DEFAULTS.log_trim_s, self._trim)
 
-    def _on_end(self) -> None:
+    def _on_end(self, _: object) -> None:
         self._trimming.cancel()
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
         self._held.close()
-        if not self._ended.done():
-            self._ended.set_result(None)
 
     async def serving(self) -> str:
         """Wait until the health path answers."""
@@ -198,7 +180,7 @@ class LocalProcess(Running):
             async with asyncio.timeout(self._start_s):
                 # Before it is asked, too: the question carries the secret.
                 while self._is_strange() or not await self._is_healthy() or self._is_strange():  # noqa: ASYNC110 -- somebody else's server
-                    await asyncio.sleep(_PROBE_S)
+                    await asyncio.sleep(DEFAULTS.process_look_s)
         except TimeoutError:
             other = f" (another process listens at port {self._port})" * self._is_strange()
             raise TimedOut(
@@ -209,7 +191,7 @@ class LocalProcess(Running):
 
     async def _is_healthy(self) -> bool:
         with contextlib.suppress(OSError, TimeoutError, *_NO_HTTP):
-            async with asyncio.timeout(_PROBE_LIMIT_S):
+            async with asyncio.timeout(DEFAULTS.health_probe_s):
                 reader, writer = await asyncio.open_connection(self._host, self._port)
                 try:
                     headers = "".join(f"{k}: {v}\r\n" for k, v in self._who.headers().items())
@@ -237,8 +219,7 @@ class LocalProcess(Running):
 
     async def ended(self) -> tuple[bool, str]:
         """Wait for the process's end."""
-        await asyncio.shield(self._ended)
-        code = self._child.wait(5.0)
+        code = await asyncio.shield(self._child.exited)
         if code == 0:
             return True, "the trainer ended by itself"
         how = f"was killed by {_signal(-code)}" if code < 0 else f"exited with code {code}"
@@ -246,14 +227,14 @@ class LocalProcess(Running):
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM if there is time for it, then SIGKILL, for the whole group."""
-        if not self._ended.done() and grace_s > 0:
+        if not self._child.exited.done() and grace_s > 0:
             self._child.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await asyncio.shield(self._ended)
+                    await asyncio.shield(self._child.exited)
         with contextlib.suppress(HoldfastError):
             self._child.kill_group()
-        await asyncio.shield(self._ended)
+        await asyncio.shield(self._child.exited)
 
     def _tail(self) -> str:
         """The last lines of its output."""

@@ -29,15 +29,17 @@ from holdfast.launch.identity import Identity
 from holdfast.launch.logs import Logs
 from holdfast.launch.spec import Spec
 from holdfast.launch.warden import Warden
-from holdfast.launch.warm import PRELOAD, WarmPool
+from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import check
 from holdfast.ledger.runtime import LiveRuntime
+from holdfast.proc import preload
 from holdfast.proc.forkserver import ForkServer
 from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.overview import used_name
 from holdfast.rendezvous.probe import ProbeServer, is_alive
 from holdfast.rendezvous.records import Cycle, Node, Rules
 from holdfast.rendezvous.rendezvous import Rendezvous
+from holdfast.retry import Pauses, Policy
 
 __all__ = ["Plan", "run"]
 
@@ -54,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     logs: Logs
     warm: bool = True
-    preload: tuple[str, ...] = PRELOAD
+    preload: tuple[str, ...] = preload.USER
     """What interpreters that are kept warm have imported."""
 
 
@@ -99,6 +101,7 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
     """Enter the rendezvous, and again whenever the lease was lost."""
     away_since: float | None = None
     took_part = False
+    pauses = Pauses(pace=Policy(base_s=min(1.0, plan.settings.lease_s / 5), max_s=1.0))
     loop = asyncio.get_running_loop()
     settings = plan.settings
     async with (
@@ -111,6 +114,7 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
             try:
                 async with _rendezvous(runtime, plan, crew.port(), probes.port) as rendezvous:
                     away_since = None
+                    pauses.reset()
                     if rendezvous.head.record.final and not took_part:
                         return _too_late(plan.settings.run, rendezvous.head.record)
                     took_part = True
@@ -128,7 +132,7 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
                 if loop.time() - away_since > plan.rules.join_s:
                     raise Unavailable(f"the ledger was away for too long: {error}") from None
                 _say(f"this node lost its place ({error}) and joins again")
-                await asyncio.sleep(min(1.0, plan.settings.lease_s / 5))
+                await pauses.wait(error)
 
 
 def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int, probe_port: int) -> Rendezvous:

@@ -31,6 +31,7 @@ from holdfast.rendezvous import probe
 from holdfast.rendezvous.overview import parked_line
 from holdfast.rendezvous.records import Cause
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Settings"]
 
@@ -38,15 +39,6 @@ UNHEALTHY = 10
 """What an unhealthy node exits with."""
 _UNABLE = 70
 """What a node exits with that cannot look after its workers."""
-_LOOK_S = 0.5
-_SIGNALLED_S = 0.5
-"""So long after a worker was terminated we may hear that we are, too."""
-_IN_ORDER_S = 0.5
-"""So long after a worker's exception it is reported; most interpreters have ended by then."""
-_UNREACHED_S = 60.0
-"""So long the closer has to end a cycle in which this node does not reach rank 0."""
-_REFILL_S = 5.0
-"""So long after a start new interpreters are made: training has begun by then."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +183,7 @@ class NodeCrew:
         )
         if self._pool is not None:
             loop = asyncio.get_running_loop()
-            self._refill = loop.call_later(_REFILL_S, self._pool.refill)
+            self._refill = loop.call_later(DEFAULTS.refill_s, self._pool.refill)
 
     async def outcome(self) -> Cause | None:
         """Wait until the workers have ended, or one hangs."""
@@ -257,7 +249,7 @@ class NodeCrew:
         """End the workers at once, without waiting for anything."""
         self._killed = True
         for worker in self._workers.workers if self._workers is not None else ():
-            worker.process.signal_group(signal.SIGKILL)
+            worker.process.signal(signal.SIGKILL)
 
     def renew(self) -> None:
         """Let the workers live for as long as this node's lease certainly does."""
@@ -274,7 +266,7 @@ class NodeCrew:
         first = ended.result().first if ended.done() else None
         if first is not None and first.code == -signal.SIGTERM:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SIGNALLED_S):
+                async with asyncio.timeout(DEFAULTS.signalled_s):
                     await self._leave.wait()
 
     async def _reach_rank_0(self, place: Place) -> str:
@@ -294,7 +286,7 @@ class NodeCrew:
         """
         if ended.done() and not ended.result().success and self._probe is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_UNREACHED_S):
+                async with asyncio.timeout(DEFAULTS.unreached_s):
                     if await asyncio.shield(self._probe):
                         await asyncio.Event().wait()
 
@@ -306,7 +298,7 @@ class NodeCrew:
         """
         first = ended.result().first if ended.done() else None
         if first is not None and first.error_file is not None:
-            await asyncio.sleep(min(first.at - time.time(), 0.0) + _IN_ORDER_S)
+            await asyncio.sleep(min(first.at - time.time(), 0.0) + DEFAULTS.report_order_s)
 
     def _guard(self, pids: Sequence[int]) -> None:
         self.renew()
@@ -331,9 +323,9 @@ class NodeCrew:
     async def _watch_for_hangs(self, workers: Workers) -> str:
         awake_since_s = last_s = time.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(DEFAULTS.hang_look_s)
             now_s = time.monotonic()
-            if now_s - last_s > 10 * _LOOK_S:
+            if now_s - last_s > 10 * DEFAULTS.hang_look_s:
                 awake_since_s = now_s  # we were stopped, and maybe the workers too
             last_s = now_s
             beats = workers.beats()

@@ -17,9 +17,9 @@ from holdfast.launch.hang import Learnt, Limits
 from holdfast.launch.identity import identify
 from holdfast.launch.logs import Logs, parse_streams
 from holdfast.launch.spec import Kind, Spec
-from holdfast.launch.warm import PRELOAD
 from holdfast.ledger.types import MAX_LEASE_S
 from holdfast.machine import state_dir
+from holdfast.proc import preload
 from holdfast.rendezvous.address import own
 from holdfast.rendezvous.records import Rules
 from holdfast.timeouts import DEFAULTS
@@ -114,7 +114,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
             tee=parse_streams(str(given["tee"])),
         ),
         warm=not given["no_warm"],
-        preload=cast(tuple[str, ...], given["preload"]) or PRELOAD,
+        preload=cast(tuple[str, ...], given["preload"]) or preload.USER,
     )
 
 

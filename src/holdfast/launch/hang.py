@@ -23,10 +23,10 @@ from typing import Literal, Protocol
 import msgspec
 
 from holdfast.progress import NO_STEP, Beat
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Hang", "Learnt", "Limits", "Watched", "dump", "judge"]
 
-_LOOK_S = 0.01
 _QUIET_S = 0.1
 _MAX_STACK_BYTES = 1 << 18
 _THREAD = re.compile(r"(Thread|Current thread) 0x[0-9a-f]+( \[.*?\])? \(most recent call first\)")
@@ -225,7 +225,7 @@ async def _settled(grown: Callable[[], int], limit_s: float) -> bool:
             before, since = size, loop.time()
         elif size and loop.time() - since >= _QUIET_S:
             return True
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(DEFAULTS.process_look_s)
     return before > 0
 
 

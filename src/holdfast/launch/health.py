@@ -20,13 +20,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from holdfast.errors import Mistake
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Check", "built_in", "examine", "load"]
 
 Check = Callable[[], str | None]
 
 _GROUP = "holdfast.health"
-_LIMIT_S = 20.0
 
 
 def disk(folder: Path, least_bytes: int) -> str | None:
@@ -116,7 +116,9 @@ def _imported(point: EntryPoint) -> Check:
     return lambda: point.load()()
 
 
-async def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> str | None:
+async def examine(
+    checks: Mapping[str, Check], limit_s: float = DEFAULTS.health_check_s
+) -> str | None:
     """Make every check, each in a thread of its own; returns what is wrong, or None."""
     names = list(checks)
     found = await asyncio.gather(*(_one(name, checks[name], limit_s) for name in names))

@@ -19,7 +19,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -27,15 +26,14 @@ from itertools import islice
 from pathlib import Path
 
 from holdfast.errors import Mistake, Unavailable
-from holdfast.launch.process import Process
 from holdfast.launch.warden_process import start_time
+from holdfast.proc import spawn
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Warden", "boottime_s"]
 
-SILENCE_S = 5.0
 _PROGRAM = str(Path(__file__).with_name("warden_process.py"))
 _FDS_AT_ONCE = 32
-_CLOSE_S = 2.0
 
 
 def boottime_s() -> float:
@@ -51,7 +49,7 @@ class Warden:
     passed and workers were killed.
     """
 
-    def __init__(self, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, *, silence_s: float = DEFAULTS.warden_silence_s) -> None:
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[str] = loop.create_future()
         self.fired = 0
@@ -60,11 +58,9 @@ class Warden:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         with theirs:
-            self._process = Process.start(
+            self._process = spawn(
                 [sys.executable, "-I", "-S", _PROGRAM, str(theirs.fileno())],
                 name="the warden",
-                env=os.environ,
-                stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # It has something to do before it dies.
                 death_signal=signal.SIGTERM,
@@ -109,8 +105,8 @@ class Warden:
     async def close(self) -> None:
         """End the warden; workers that are still guarded are killed."""
         self._disconnect()
-        await asyncio.wait([self._process.exited], timeout=_CLOSE_S)
-        await self._process.collect(_CLOSE_S)
+        await asyncio.wait([self._process.exited], timeout=DEFAULTS.warden_close_s)
+        await self._process.collect(DEFAULTS.warden_close_s)
 
     def _send(self, text: str, fds: Iterable[int] = ()) -> None:
         if self.failed.done():

@@ -36,16 +36,14 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
+from holdfast.proc import preload as preload_lists
 from holdfast.proc.forkserver import ForkServer
+from holdfast.timeouts import DEFAULTS
 
-__all__ = ["PRELOAD", "Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
+__all__ = ["Budget", "WarmLost", "WarmOff", "WarmPool", "WarmReady"]
 
-# The first optimizer that is made imports torch._dynamo, which takes longer than torch itself.
-PRELOAD = ("torch", "torch._dynamo")
 MAX_FAILURES = 3
 MIN_FREE_BYTES = 1 << 30
-_RETRY_S = 5.0
-_KILL_S = 10.0
 _LOW = 19
 
 
@@ -101,7 +99,7 @@ class WarmPool:
         spec: Spec,
         *,
         cwd: Path | None = None,
-        preload: Sequence[str] = PRELOAD,
+        preload: Sequence[str] = preload_lists.USER,
         budget: Budget | None = None,
         forks: ForkServer | None = None,
         patience_s: float = 20.0,
@@ -161,7 +159,7 @@ class WarmPool:
         for blank in sorted(self._blanks, key=lambda blank: not blank.told.done()):
             self._blanks.remove(blank)
             self._usual_priority(blank)
-            if blank.process.running():
+            if blank.process.alive():
                 return blank, ""
             self._end(blank)
         if self._forks is not None and self._forks.ready():
@@ -204,7 +202,9 @@ class WarmPool:
                     continue
                 except HoldfastError as error:
                     self._failed(0, str(error))
-            self._again = asyncio.get_running_loop().call_later(wait_s or _RETRY_S, self._top_up)
+            self._again = asyncio.get_running_loop().call_later(
+                wait_s or DEFAULTS.restart_pause_s, self._top_up
+            )
             return
 
     def _start(self) -> None:
@@ -260,7 +260,7 @@ class WarmPool:
             self._tell(WarmOff(reason=self.off))
 
     def _end(self, blank: Blank) -> None:
-        task = asyncio.get_running_loop().create_task(blank.discard(_KILL_S))
+        task = asyncio.get_running_loop().create_task(blank.discard(DEFAULTS.worker_kill_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -289,7 +289,7 @@ def _lower(blank: Blank) -> None:
 
 def _raise_again(blank: Blank, tries: int = 20) -> None:
     """Back to what a child that starts now would have."""
-    if not blank.process.running():
+    if not blank.process.alive():
         return
     if _nice_can_be_taken_back():
         _set_nice(blank, os.getpriority(os.PRIO_PROCESS, 0))

@@ -33,13 +33,14 @@ import msgspec
 from holdfast import events, progress
 from holdfast.errors import Mistake, NotFound, TimedOut
 from holdfast.launch.logs import CycleLogs, Files
-from holdfast.launch.process import Blank, Process
+from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Seat, Spec, arguments, environment
 from holdfast.launch.warm import WarmPool
+from holdfast.proc import Child
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Failure", "Outcome", "Worker", "WorkerStarted", "Workers", "check"]
 
-KILL_S = 30.0
 _MAX_ERROR_FILE_BYTES = 1 << 20
 _MAX_REASON_CHARS = 10_000
 
@@ -131,7 +132,7 @@ class Worker:
     ) -> None:
         self.rank, self.slot, self.files = rank, slot, files
         self.stacks = files.stacks if python else None
-        self.process: Process = blank.process
+        self.process: Child = blank.process
         self.blank = blank
         self.ended_at: float | None = None
         self._beats = beats
@@ -143,11 +144,11 @@ class Worker:
 
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self.process.running()
+        return self.process.alive()
 
     def signal(self, number: int) -> None:
         """Signal the worker alone, if it runs."""
-        self.process.signal(number)
+        self.process.signal_alone(number)
 
     def beat(self) -> progress.Beat | None:
         """Its last sign of life."""
@@ -314,11 +315,13 @@ class Workers:
         self._stopping = True
         if grace_s > 0:
             for worker in self.workers:
-                worker.process.signal_group(signal.SIGTERM)
+                worker.process.signal(signal.SIGTERM)
             waiting = [w.process.exited for w in self.workers if not w.process.exited.done()]
             if waiting:
                 await asyncio.wait(waiting, timeout=grace_s)
-        ended = await asyncio.gather(*(w.process.collect(KILL_S) for w in self.workers))
+        ended = await asyncio.gather(
+            *(w.process.collect(DEFAULTS.worker_kill_s) for w in self.workers)
+        )
         for worker in self.workers:
             worker.close()
         if stuck := [str(w.pid) for w, done in zip(self.workers, ended, strict=True) if not done]:

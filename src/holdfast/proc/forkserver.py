@@ -26,20 +26,20 @@ import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import msgspec
 
 from holdfast import faults, proc
 from holdfast.errors import Unavailable
 from holdfast.files import append_to, private_folder
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ForkServer", "begin", "inherit", "turn_into"]
 
@@ -47,8 +47,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 while importing: libraries that start threads when they are loaded do not then."""
 _REVIVALS = 5
-_BIRTH_S = 10.0
-_ADOPTION_S = 5.0
 _HEAD = 4
 _TITLE = "nursery"
 """What `ps` shows of a fork server."""
@@ -66,34 +64,6 @@ class _Order(msgspec.Struct):
     env: dict[str, str]
     cwd: str
     log: str
-
-
-class _Forked:
-    """As much of a `subprocess.Popen` as `proc.Child` needs."""
-
-    stdin = stdout = stderr = None
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        return self._collect(os.WNOHANG)
-
-    def wait(self) -> int:
-        code = self._collect(0)
-        assert code is not None
-        return code
-
-    def _collect(self, flags: int) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, flags)
-            except ChildProcessError:  # collected by somebody who waits for anybody
-                self.returncode = 0
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
 
 
 class ForkServer:
@@ -173,7 +143,7 @@ class ForkServer:
             with ours, theirs, _adopting():
                 socket.send_fds(self._line, [_WANTED], [theirs.fileno()])
                 theirs.close()
-                ours.settimeout(_BIRTH_S)
+                ours.settimeout(DEFAULTS.birth_s)
                 pid = int.from_bytes(_exactly(ours, _HEAD), "big")
                 if not pid:
                     raise Unavailable("the fork server has ended")
@@ -182,7 +152,7 @@ class ForkServer:
             self.close()
             return None
         # Our end may be closed: what was sent is read all the same.
-        return _child(pid, name or argv[2], log)
+        return proc.Child(proc.Forked(pid), name or argv[2], log)
 
     def close(self) -> None:
         """End it. Its children do not notice."""
@@ -217,11 +187,7 @@ def inherit() -> ForkServer | None:
         _name(_TITLE)
         _serve(theirs, parent)
     theirs.close()
-    return ForkServer((), (ours, _child(pid, _TITLE, None)))
-
-
-def _child(pid: int, name: str, log: Path | None) -> proc.Child:
-    return proc.Child(cast("subprocess.Popen[bytes]", _Forked(pid)), name, log)
+    return ForkServer((), (ours, proc.Child(proc.Forked(pid), _TITLE)))
 
 
 @contextlib.contextmanager
@@ -266,7 +232,7 @@ def _serve(line: socket.socket, parent: int) -> NoReturn:
 def _become(line: socket.socket, parent: int) -> NoReturn:
     """Be adopted, hear what to be, and be it. Does not come back."""
     global _warm
-    until = time.monotonic() + _ADOPTION_S
+    until = time.monotonic() + DEFAULTS.adoption_s
     while os.getppid() != parent:
         if time.monotonic() > until:
             os._exit(1)

@@ -12,12 +12,12 @@ import socket
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from holdfast import events, ledger, transfer
-from holdfast.errors import Mistake
 from holdfast.files import private_folder
 from holdfast.ledger.records import Record, load
+from holdfast.proc.asgi import serve_asgi
+from holdfast.proc.supervisor import as_program
 from holdfast.rollout.app import App
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.rollout.environments import Judge
@@ -28,9 +28,6 @@ from holdfast.transfer.queue import Queue
 from holdfast.weights import Subscriber
 
 __all__ = ["ReplicaSettings", "main"]
-
-_GRACE_S = 2
-_LOOK_S = 0.1
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,32 +137,19 @@ async def _channel(opened: ledger.Ledger, key: str) -> str:
         there = await load(opened, key, _Named)
         if there is not None:
             return there.record.channel
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(DEFAULTS.process_look_s)
 
 
 async def _listen(app: App, listening: socket.socket, stop: asyncio.Event) -> None:
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-    )
-    # The signals are ours, and so is the order in which things end.
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    serving = asyncio.create_task(server._serve(sockets=[listening]), name="http")
+    """Serve until it is time to stop; the signals are ours, and so is the order of ending."""
     ending = asyncio.create_task(stop.wait(), name="stop")
     try:
-        await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
-            raise Mistake("the replica's server ended by itself")
+        async with serve_asgi(app, listening=listening) as (_, serving):
+            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
     finally:
-        server.should_exit = True
         ending.cancel()
-        await asyncio.gather(serving, ending, return_exceptions=True)
 
 
 def main() -> None:
@@ -174,7 +158,8 @@ def main() -> None:
     folder = Path(settings.folder) / "events"
     private_folder(folder)
     events.configure(folder / f"{settings.name}.jsonl", process=settings.name)
-    asyncio.run(serve(settings))
+    with as_program():
+        asyncio.run(serve(settings))
 
 
 if __name__ == "__main__":

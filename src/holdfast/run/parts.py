@@ -1,5 +1,6 @@
 """The processes of a run: which there are, and what each is told."""
 
+import math
 import shlex
 import shutil
 import sys
@@ -12,24 +13,17 @@ from holdfast.gateway.process import GatewaySettings
 from holdfast.gateway.serve import Part
 from holdfast.jobs.host_process import HostSettings
 from holdfast.proc.forkserver import ForkServer
+from holdfast.proc.restarts import RestartPolicy
 from holdfast.rollout.process import ReplicaSettings
+from holdfast.run.ending import state_of
 from holdfast.run.folder import Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
 
-__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "PRELOAD", "base_directory", "parts_of"]
+__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "base_directory", "parts_of"]
 
 ACCOUNT, JOB = "local", "trainer"
 ORCHESTRATOR = "orchestrator"
-PRELOAD = (
-    "holdfast.trainer.preload",
-    "holdfast.gateway.process",
-    "holdfast.jobs.host_process",
-    "holdfast.rollout.process",
-    "holdfast.rollout.own_sampler",
-    "holdfast.run.orchestrator_process",
-)
-"""What the fork server has imported: everything that a part of a run will."""
 _BASE = "policy"
 _RESTARTS = 1000
 """How often a trainer may die early: here, somebody kills it on purpose."""
@@ -105,7 +99,18 @@ def parts_of(
         config=config.model_dump(mode="json"),
     )
     log = logs / "orchestrator.log"
-    parts.append(Part(ORCHESTRATOR, "holdfast.run.orchestrator_process", orchestrator, log, forks))
+    parts.append(
+        Part(
+            ORCHESTRATOR,
+            "holdfast.run.orchestrator_process",
+            orchestrator,
+            log,
+            forks,
+            # A step that was done is its progress, however long a life has lasted.
+            policy=RestartPolicy(well_s=math.inf),
+            progress=lambda: state_of(folder)[0],
+        )
+    )
     return parts
 
 

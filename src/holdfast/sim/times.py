@@ -18,6 +18,7 @@ TIMES = Timeouts(
     sdk_poll_s=30.0,
     client_connect_s=5.0,
     client_call_s=10.0,
+    vllm_answer_s=20.0,
     replica_call_s=30.0,
 )
 TIMES.check()

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
-from holdfast.errors import Mistake
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.policy import read_policy
 from holdfast.jobs.records import Checkpoint
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
+from holdfast.proc.asgi import serve_asgi
+from holdfast.timeouts import DEFAULTS
 from holdfast.trainer.app import App
 from holdfast.trainer.compute import TorchCompute
 from holdfast.trainer.journal import Write
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from holdfast.transfer import Store
 
 __all__ = ["Life"]
-
-_GRACE_S = 2
 
 
 class Life:
@@ -95,44 +92,31 @@ class Life:
         service = Service(
             self._trainer.core, self._trainer.upkeep, self._compute, store=self._store
         )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                wrap(App(service)),
-                host=host,
-                port=port,
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_GRACE_S,
-            )
-        )
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        # The signals are ours, and so is the order in which things end.
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        tasks = [
+        tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._trainer.run(), name="trainer"),
-            asyncio.create_task(server._serve(), name="http"),
             asyncio.create_task(stop.wait(), name="stop"),
         ]
         warm = asyncio.create_task(self._compute.warm_up(), name="warm up")
         warm.add_done_callback(self._warm)
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            server.force_exit = not stop.is_set()  # who must end keeps nobody waiting
-            for task in done:
-                task.result()
-            if not stop.is_set():
-                raise Mistake(f"could not listen at {host}:{port}: is the port taken?")
-        finally:
-            server.should_exit = True
-            for task in tasks:
-                if task is not tasks[1]:
+            # The signals are ours, and so is the order in which things end.
+            async with serve_asgi(wrap(App(service)), host=host, port=port) as (server, serving):
+                waited = (*tasks, serving)
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                server.force_exit = not stop.is_set()  # who must end keeps nobody waiting
+                for task in {*tasks} - done:
                     task.cancel()
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S + 1):
+                async with asyncio.timeout(DEFAULTS.serve_drain_s + 1):
                     await asyncio.gather(*tasks, return_exceptions=True)
             await self._compute.close()
 

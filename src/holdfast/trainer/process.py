@@ -27,7 +27,7 @@ from holdfast.files import private_folder
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Compare
-from holdfast.proc import die_with_parent
+from holdfast.proc import die_with_parent, preload
 from holdfast.proc.forkserver import turn_into
 from holdfast.rendezvous.address import LOOPBACK
 from holdfast.trainer import nodes as nodes_of
@@ -39,17 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "holdfast.trainer.live",
-    "holdfast.trainer.orders",
-)
-"""What ranks that are kept ready have imported: seconds that a replacement need not wait."""
 _NAME_CHARS = 100
 TINY = "holdfast/tiny"
 """The model that is there without any being given."""
@@ -162,7 +151,7 @@ def _launch(ranks: int, spares: int, folder: Path, *, fsdp: bool) -> NoReturn:
     logs = folder / who.account / who.job / "launch"
     given = ["--run", name, "--grace", "3", "--log-dir", str(logs)]
     given += ["--max-restarts", "1000", "--last-call", "0", "--local-addr", LOOPBACK]
-    modules = (*PRELOAD, "holdfast.trainer.sharded") if fsdp else PRELOAD
+    modules = (*preload.RANK, "holdfast.trainer.sharded") if fsdp else preload.RANK
     given += [word for module in modules for word in ("--preload", module)]
     program = ["-m", "holdfast.trainer", *sys.argv[1:]]
     start = [sys.executable, "-m", "holdfast", "launch", *given]

@@ -5,7 +5,8 @@
 
 vLLM is several processes (API server, EngineCore, workers). When the first is killed the
 others stay, with the memory that the next server needs. Here they are one process group, led
-by a small keeper that starts the server and ends the group when the server has ended.
+by a small keeper (`holdfast.proc.keeper`) that starts the server and ends the group when the
+server has ended.
 
 Invariants:
 
@@ -33,51 +34,16 @@ from pathlib import Path
 from holdfast import events
 from holdfast.errors import MissingPackage, TimedOut
 from holdfast.proc import Child, spawn
+from holdfast.proc import keeper as keeper_module
+from holdfast.proc.restarts import Death, RestartPolicy, Restarts
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ServerProcess"]
 
-PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 60.0
-
-# With the standard library only and a bare interpreter: it lives as long as the server does.
-# SIGHUP comes from the kernel when our parent has ended. A SIGTERM to the group is for the
-# server: handled here, because what is ignored would be ignored by the server as well.
-_KEEPER = """
-import contextlib, ctypes, os, shutil, signal, subprocess, sys
-
-def shared():
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.getpgid(int(name)) == os.getpgrp():
-                with open(f"/proc/{name}/maps") as lines:
-                    for line in lines:
-                        path = line.rstrip().rpartition(" ")[2]
-                        if path.startswith("/dev/shm/psm_"):
-                            yield path
-        except OSError:
-            pass
-
-def end(*_):
-    try:
-        for path in {*shared()}:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-    finally:
-        shutil.rmtree(sys.argv[2], ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-signal.signal(signal.SIGHUP, end)
-signal.signal(signal.SIGTERM, lambda *_: None)
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGHUP)
-if os.getppid() != int(sys.argv[1]):
-    end()
-try:
-    code = subprocess.Popen(sys.argv[3:]).wait()
-    print(f"keeper: {sys.argv[3]} ended with code {code}", file=sys.stderr, flush=True)
-finally:
-    end()
-"""
+_POLICY = RestartPolicy(
+    well_s=DEFAULTS.server_well_s, first_s=1.0, most_s=DEFAULTS.server_pause_s, failures=0
+)
+"""A server is never given up: what it lacks may come."""
 
 
 class ServerEnded(events.Event, frozen=True, tag="weights.server_ended"):
@@ -124,25 +90,29 @@ class ServerProcess:
             raise errors.exceptions[0] from None
 
     async def _run(self, ended: Callable[[], None]) -> None:
-        pause_s = PAUSE_MIN_S
+        restarts = Restarts(_POLICY)
         while True:
             begun_s = time.monotonic()
             place = tempfile.mkdtemp(prefix="holdfast-vllm-")
-            keeper = [sys.executable, "-I", "-c", _KEEPER, str(os.getpid()), place, *self._argv]
+            keeper = [
+                sys.executable,
+                "-I",
+                keeper_module.__file__,
+                str(os.getpid()),
+                place,
+                *self._argv,
+            ]
             env = {**self._env, "VLLM_RPC_BASE_PATH": place}
             try:
                 self._child = spawn(keeper, name=self._name, env=env, log=self._log)
-                while self._child.alive():  # noqa: ASYNC110 -- its end is no event of the loop
-                    await asyncio.sleep(DEFAULTS.vllm_look_s)
+                code = await asyncio.shield(self._child.exited)
             finally:
                 self.end()
                 shutil.rmtree(place, ignore_errors=True)
             ran_s = time.monotonic() - begun_s
             events.emit(ServerEnded(name=self._name, ran_s=ran_s))
             ended()
-            pause_s = PAUSE_MIN_S if ran_s > DEFAULTS.vllm_steady_s else pause_s
-            await asyncio.sleep(pause_s)
-            pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+            await asyncio.sleep(restarts.died(Death(ran_s, code)) or 0.0)
 
     def end(self) -> None:
         """Kill the server with all that it started. While `running` it is started again."""
@@ -151,5 +121,5 @@ class ServerProcess:
         if self._child.alive():
             os.kill(self._child.pid, signal.SIGHUP)
             with contextlib.suppress(TimedOut):  # the keeper is stopped, or very slow
-                self._child.wait(DEFAULTS.vllm_end_s)
+                self._child.wait(DEFAULTS.keeper_end_s)
         self._child.kill_group()
