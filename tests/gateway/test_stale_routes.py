@@ -66,10 +66,15 @@ def kill_trainer(service: Service, word: str) -> None:
     service.kill(word)
 
 
-def _move(service: Service, said: list[dict[str, Any]], word: str) -> None:
-    """Kill the trainer after it has done a step, and wait for its successor."""
+def _step_of_its_own(said: list[dict[str, Any]]) -> None:
+    """Wait for a whole step: the one that was on its way may be its predecessor's work."""
     steps = len(said)
     wait_for(lambda: len(said) > steps + 1, "a step of its own", 60)
+
+
+def _move(service: Service, said: list[dict[str, Any]], word: str) -> None:
+    """Kill the trainer after it has done a step, and wait for its successor."""
+    _step_of_its_own(said)
     epoch = service.ask("GET", service.jobs("one")).json["epoch"]
     kill_trainer(service, word)
     wait_for(lambda: service.ask("GET", service.jobs("one")).json["epoch"] > epoch, "the next")
@@ -104,6 +109,7 @@ def test_no_spurious_not_found_behind_stale_routes(
         working.start()
         for _ in range(2):
             _move(service, said, WORDS[trainer])
+        _step_of_its_own(said)
         moved.set()
         working.join(120)
         assert not working.is_alive()
