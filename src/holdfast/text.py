@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import Mistake
 
-__all__ = ["age", "clean", "numbers", "parse_bytes", "plural", "size", "table"]
+__all__ = ["age", "clean", "numbers", "parse_bytes", "plural", "several", "size", "table"]
 
 _UNITS = "KMGTP"
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGTP])(iB|B)?|B)?", re.IGNORECASE)
@@ -57,6 +57,12 @@ def numbers(found: Sequence[int]) -> str:
 def plural(count: int, noun: str) -> str:
     """So many of something."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def several(found: Sequence[str], most: int, between: str = ", ", last: str = " and ") -> str:
+    """The first of these, and how many more there are."""
+    more = f"{last}{len(found) - most} more" if len(found) > most else ""
+    return between.join(found[:most]) + more
 
 
 def clean(text: str, limit: int = 200) -> str:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,21 @@ async def attempt(act: Awaitable[Any], **fields: object) -> None:
 # ---- the children --------------------------------------------------------------
 
 
+def opened(url: str) -> contextlib.AbstractAsyncContextManager[ledger.Ledger | None]:
+    """The channel's ledger. No URL: marker files."""
+    return ledger.open(url) if url else contextlib.nullcontext()
+
+
 async def publisher(
-    root: str, url: str, versions: list[tuple[int, int]], way: str, retention: dict[str, Any]
+    root: str,
+    url: str,
+    versions: Sequence[tuple[int, int]] = (),
+    way: str = "ranks",
+    keep_last: int = 2,
 ) -> None:
     """Open a publisher and, when told, try to publish versions one after the other."""
-    async with ledger.open(url) as led:
-        one = Publisher(root, led, "policy", Retention(**retention))
+    async with opened(url) as led:
+        one = Publisher(root, led, "policy", Retention(keep_last=keep_last))
         try:
             await one.open()
         except HoldfastError as error:
@@ -218,7 +227,7 @@ async def readers(root: str, url: str) -> None:
     """Read all the time; told a number, go on until both have read it, and report."""
     witness = Witness(root)
     async with (
-        ledger.open(url) as led,
+        opened(url) as led,
         Subscriber(root, led, "policy", "witness", needs="latest", lease_s=5) as subscriber,
     ):
         looking = threading.Thread(target=witness.look)
@@ -248,7 +257,7 @@ async def readers(root: str, url: str) -> None:
 async def consumer(root: str, url: str, name: str, needs: Any, lease_s: float) -> None:
     """Pin the newest version and do with it what the parent says, one word per line."""
     async with (
-        ledger.open(url) as led,
+        opened(url) as led,
         Subscriber(root, led, "policy", name, needs=needs, lease_s=lease_s) as subscriber,
     ):
         say("ready")
@@ -289,9 +298,9 @@ async def _obey(word: str, subscriber: Subscriber, pin: Pin) -> None:
 async def trainer(
     root: str, url: str, steps: int, step_s: float, retention: dict[str, Any]
 ) -> None:
-    """Train: publish version after version, at most one per `step_s`. No URL: marker files."""
+    """Train: publish version after version, at most one per `step_s`."""
     async with (
-        ledger.open(url) if url else contextlib.nullcontext() as led,
+        opened(url) as led,
         Publisher(root, led, "policy", Retention(**retention)) as one,
     ):
         say("ready")
@@ -318,7 +327,7 @@ async def loader(
     loaded: list[int] = []
     lost = 0
     async with (
-        ledger.open(url) as led,
+        opened(url) as led,
         Subscriber(root, led, "policy", name, needs=needs, lease_s=lease_s) as subscriber,
     ):
         say("ready")

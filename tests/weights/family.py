@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import select
@@ -10,20 +11,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from holdfast import faults, ledger, proc
+from holdfast.errors import HoldfastError
 from holdfast.ledger import Ledger
 from holdfast.weights import Publisher, Retention, Subscriber
+from holdfast.weights.book import Book
+from holdfast.weights.channel import Channel
 from holdfast.weights.layout import Layout
 from patience import HANG_S
 from weights.children import read_pin
 
-CHILDREN = Path(__file__).with_name("children.py")
+HERE = Path(__file__).parent
 LIMIT_S = HANG_S
 
 
@@ -93,16 +99,23 @@ def _state(pid: int) -> str:
 
 @contextlib.contextmanager
 def start(
-    what: str, /, *, fault: str = "", under: Sequence[str] = (), folder: Path, **args: object
+    what: str,
+    /,
+    *,
+    fault: str = "",
+    under: Sequence[str] = (),
+    folder: Path,
+    program: str = "children.py",
+    **args: object,
 ) -> Iterator[Kid]:
-    """Start a child; it is killed at the end of the `with`. `under` runs it in another program."""
-    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    """Start a child; it is killed at the end. `under` runs it in another program."""
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     log = None
     if fault:
         log = folder / f"faults-{what}-{time.monotonic_ns()}"
         env |= {faults.PLAN_VARIABLE: fault, faults.LOG_VARIABLE: str(log)}
     with proc.spawn(
-        [*under, sys.executable, str(CHILDREN), what, json.dumps(args)],
+        [*under, sys.executable, str(HERE / program), what, json.dumps(args)],
         name=what,
         env=env,
         stdin=subprocess.PIPE,
@@ -131,37 +144,45 @@ def need_strace() -> str:
 
 
 class House:
-    """One channel with its ledger, as the test itself looks at it."""
+    """One channel with its ledger, or without one, as the test itself looks at it."""
 
-    def __init__(self, folder: Path, led: Ledger, url: str) -> None:
+    def __init__(self, folder: Path, led: Ledger | None, url: str) -> None:
         self.folder = folder
         self.root = str(folder / "weights")
         self.url = url
         self.ledger = led
         self.layout = Layout(self.root, "policy")
         self.base = Path(self.layout.base)
+        self.hidden = Path(self.layout.hidden)
 
-    def where(self) -> dict[str, Any]:
-        """What a child needs to find it."""
-        return {"root": self.root, "url": self.url, "folder": self.folder}
+    def start(self, what: str, /, **args: Any) -> contextlib.AbstractContextManager[Kid]:
+        """A child of this channel; see `start`."""
+        return start(what, root=self.root, url=self.url, folder=self.folder, **args)
 
-    def publisher(self, **retention: Any) -> Publisher:
+    def publisher(self, name: str = "parent", **retention: Any) -> Publisher:
         """A publisher of this process."""
-        return Publisher(self.root, self.ledger, "policy", Retention(**retention), name="parent")
+        return Publisher(self.root, self.ledger, "policy", Retention(**retention), name=name)
 
-    def subscriber(self, name: str = "parent", **options: Any) -> Subscriber:
-        """A subscriber of this process."""
-        return Subscriber(self.root, self.ledger, "policy", name, **options)
+    def subscriber(self, name: str = "r0", **options: Any) -> Subscriber:
+        """A subscriber of this process, which wants the newest version if nothing else is said."""
+        return Subscriber(self.root, self.ledger, "policy", name, **{"needs": "latest", **options})
+
+    def channel(self, **how: Any) -> Channel:
+        """What publishers and subscribers are made of."""
+        return Channel(self.root, self.ledger, "policy", **how)
+
+    def book(self, **how: Any) -> Book:
+        """What is recorded of it."""
+        return self.channel().book("other", **how)
 
     async def committed(self) -> list[int]:
-        """The versions that the ledger knows."""
-        entries = (await self.ledger.range("/runs/default/weights/policy/live/versions/")).entries
-        return [int(entry.key.rpartition("/")[2]) for entry in entries]
+        """The versions that the book knows."""
+        return sorted((await self.book().view()).versions)
 
     async def consumers(self) -> list[str]:
         """The consumers that hold a lease."""
-        entries = (await self.ledger.range("/runs/default/weights/policy/live/consumers/")).entries
-        return [entry.key.split("/")[-2] for entry in entries]
+        view = await self.book().view()
+        return [one.record.name for one in view.members if one.until_s > view.now_s]
 
     def folders(self) -> list[int]:
         """The versions that have a folder."""
@@ -192,8 +213,111 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(folder: Path, url: str = "") -> AsyncIterator[House]:
-    """A new channel with a ledger beside it."""
-    url = url or f"sqlite:///{folder}/ledger.db"
+async def house(folder: Path, kept_with: str = "sqlite") -> AsyncIterator[House]:
+    """A new channel: with a ledger beside it, with one at a URL, or with marker files."""
+    if kept_with == "markers":
+        yield House(folder, None, "")
+        return
+    url = f"sqlite:///{folder}/ledger.db" if kept_with == "sqlite" else kept_with
     async with ledger.open(url) as led:
         yield House(folder, led, url)
+
+
+def weights(number: float, items: int = 8) -> dict[str, Any]:
+    """A version that is told by its only number."""
+    return {"w": np.full(items, number)}
+
+
+async def fill(publisher: Publisher, *numbers: int) -> None:
+    """Publish these versions."""
+    for number in numbers:
+        await publisher.publish(number, weights(number))
+
+
+async def refused(
+    entering: contextlib.AbstractAsyncContextManager[object],
+    error: type[HoldfastError],
+    match: str | None = None,
+) -> None:
+    """What cannot be entered says why."""
+    with pytest.raises(error, match=match):
+        async with entering:
+            raise AssertionError("something was given out")
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit in place, in whatever shares the file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+DAMAGES = (
+    "a flipped bit",
+    "a truncated shard",
+    "an emptied shard",
+    "another tensor",
+    "swapped shards",
+    "no shard",
+    "a folder for a shard",
+    "a link for a shard",
+    "a pipe for a shard",
+)
+
+
+def damage(folder: Path, shard: str, what: str) -> None:
+    """Do one of these to a shard of a version; each is a file that was not published."""
+    path = folder / shard
+    match what:
+        case "a flipped bit":
+            flip(path, path.stat().st_size - 100)
+        case "a truncated shard":
+            os.truncate(path, path.stat().st_size - 8)
+        case "an emptied shard":
+            path.write_bytes(b"")
+        case "another tensor":
+            [tensor] = safetensors.numpy.load_file(path).values()
+            safetensors.numpy.save_file({"other": tensor}, path, {"format": "pt"})
+        case "swapped shards":
+            other = max(one for one in folder.glob("*.safetensors") if one != path)
+            path.rename(folder / "aside")
+            other.rename(path)
+            (folder / "aside").rename(other)
+        case _:
+            path.rename(folder.parent / "elsewhere")
+            if what == "a folder for a shard":
+                path.mkdir()
+            elif what == "a link for a shard":
+                path.symlink_to(folder.parent / "elsewhere")
+            elif what == "a pipe for a shard":
+                os.mkfifo(path)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    """Wait for something that others bring about, and that is seen at once or asked for."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            found = true()
+            if await found if inspect.isawaitable(found) else found:
+                return
+            await asyncio.sleep(0.02)
+
+
+def foreign(base: Path, step: int, *, stable: bool = True) -> Path:
+    """A version as prime-rl writes it: shards by the real library, index, STABLE."""
+    folder = base / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = {}
+    for at in range(2):
+        name, shard = f"layers.{at}.weight", f"model-{at + 1:05d}-of-00002.safetensors"
+        tensors = {name: np.full((4, 2), step, dtype=np.float32)}
+        safetensors.numpy.save_file(tensors, folder / shard, metadata={"format": "pt"})
+        listed[name] = shard
+    index = {"metadata": {"total_size": 64}, "weight_map": listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    if stable:
+        (folder / "STABLE").touch()
+    return folder

@@ -20,6 +20,7 @@ from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, ModuleEngine, Replica
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin, Subscriber
+from weights.children import say
 
 ITEMS = 8
 
@@ -32,12 +33,6 @@ def weights(version: int) -> list[float]:
 def number(version: int) -> float:
     """What a replica of this version computes."""
     return sum(weights(version))
-
-
-def say(what: str, **fields: object) -> None:
-    """Tell the parent one thing."""
-    sys.stdout.write(json.dumps({"what": what, **fields}) + "\n")
-    sys.stdout.flush()
 
 
 class NumpyEngine(Engine):

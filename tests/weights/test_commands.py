@@ -1,30 +1,26 @@
 """`holdfast weights`: what people see and do, through the real command."""
 
 import asyncio
-import contextlib
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from holdfast import ledger, proc
-from holdfast.cli import main
-from holdfast.errors import Corrupt
 from holdfast.text import parse_bytes, size, table
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.watching import happened
 from patience import HANG_S
+from weights.command import rows, run
+from weights.family import foreign
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 WORKER = [sys.executable, str(Path(__file__).with_name("cli_worker.py"))]
@@ -32,30 +28,12 @@ SHARD = "model.safetensors"
 KEEP = Retention(keep_last=9, max_bytes=10 << 20)
 
 
-def _run(*args: str, code: int = 0) -> str:
-    """Run the command's own `main` here, which spares a second each; a complaint is one line.
-
-    Returns the output or, if there is none, the complaint.
-    """
-    out, complaint = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(complaint),
-        pytest.raises(SystemExit) as end,
-    ):
-        patch.setattr(sys, "argv", ["holdfast", *args])
-        main()
-    assert end.value.code == code, out.getvalue() + complaint.getvalue()
-    if code == 0 or out.getvalue():
-        return out.getvalue()
-    assert complaint.getvalue().startswith(("holdfast: ", "Usage")), complaint.getvalue()
-    assert "Traceback" not in complaint.getvalue()
-    return complaint.getvalue()
+def _run(command: str, *args: str, code: int = 0) -> str:
+    return run("weights", command, *args, code=code)
 
 
-def _rows(*args: str, code: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _run(*args, "--json", code=code).splitlines()]
+def _rows(command: str, *args: str, code: int = 0, only: str = "") -> list[dict[str, Any]]:
+    return rows("weights", command, *args, code=code, only=only)
 
 
 def _only(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -102,13 +80,6 @@ def place(tmp_path: Path) -> Place:
     return found
 
 
-def _until(found: Callable[[], bool], limit_s: float = HANG_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not found():
-        assert time.monotonic() < deadline, "time is up"
-        time.sleep(0.05)
-
-
 # ---- ls ----------------------------------------------------------------------------
 
 
@@ -116,11 +87,11 @@ def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
     """The dead one is seen to be silent while its lease runs out; then only its staging
     folder is left, as something to be swept."""
     with (
-        place.consumer("r0", 3),
+        place.consumer("r0", 3) as alive,
         place.consumer("r1", 3),
         place.consumer("r2", 1, lease_s=6) as dead,
     ):
-        rows = _rows("weights", "ls", place.path)
+        rows = _rows("ls", place.path)
         assert [one["consumer"] for one in _only(rows, "consumer")] == ["r0", "r1", "r2"]
         assert not _only(rows, "leftover"), "what the living have staged is not left over"
         dead.kill_group()
@@ -129,19 +100,19 @@ def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
 
         def look() -> dict[str, str]:
             nonlocal lines
-            text = _run("weights", "ls", place.path)
+            text = _run("ls", place.path)
             lines = {line[:2]: line for line in text.splitlines() if line.startswith("r")}
             assert [lines[name].split()[1] for name in ("r0", "r1")] == ["alive", "alive"]
             return lines
 
-        _until(lambda: "silent for " in look()["r2"])
+        alive.wait_until(lambda: "silent for " in look()["r2"], HANG_S)
         assert " ends in " in lines["r2"]
-        _until(lambda: "r2" not in look())
-        rows = _rows("weights", "ls", place.path)
+        alive.wait_until(lambda: "r2" not in look(), HANG_S)
+        rows = _rows("ls", place.path)
         (left,) = _only(rows, "leftover")
         assert left["path"].startswith(".holdfast/staging/r2-")
         assert "r2, which is gone" in left["why"]
-        text = _run("weights", "ls", place.path)
+        text = _run("ls", place.path)
         assert "r2, which is gone" in text
         assert f"holdfast weights sweep {place.path}" in text
 
@@ -149,7 +120,7 @@ def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
 def test_ls_tells_who_pins_serves_and_shares(place: Place) -> None:
     """Sizes count shared files once; what a version adds is its own."""
     with place.consumer("r0", 1):
-        rows = _rows("weights", "ls", place.path)
+        rows = _rows("ls", place.path)
     (channel,) = _only(rows, "channel")
     assert (channel["channel"], channel["run"], channel["head"]) == ("policy", "default", 3)
     assert channel["ledger"] == place.url
@@ -180,7 +151,7 @@ def test_ls_tells_states_apart(place: Place) -> None:
     shutil.rmtree(folder / "step_1")
     with (folder / "step_2" / "config.json").open("ab") as file:
         file.write(b"more")
-    _run("weights", "verify", place.path, "2", "--mark", code=6)
+    _run("verify", place.path, "2", "--mark", code=6)
     place.publish(8)
     shutil.copytree(folder / "step_3", folder / "step_6")
     (folder / "step_5").mkdir()
@@ -188,7 +159,7 @@ def test_ls_tells_states_apart(place: Place) -> None:
     (folder / ".holdfast/drafts/e9-10-aa").mkdir()
     (folder / ".holdfast/drafts/e1-4-bb").mkdir()
     (folder / ".holdfast/trash/1-cc").mkdir()
-    rows = _rows("weights", "ls", place.path)
+    rows = _rows("ls", place.path)
     assert {one["version"]: one["state"] for one in _only(rows, "version")} == {
         0: "published",
         1: "missing",
@@ -204,7 +175,7 @@ def test_ls_tells_states_apart(place: Place) -> None:
         ".holdfast/drafts/e1-4-bb",
         ".holdfast/trash/1-cc",
     ]
-    assert "config.json: it has 15 bytes instead of 11" in _run("weights", "ls", place.path)
+    assert "config.json: it has 15 bytes instead of 11" in _run("ls", place.path)
 
 
 # ---- show --------------------------------------------------------------------------
@@ -212,7 +183,7 @@ def test_ls_tells_states_apart(place: Place) -> None:
 
 def test_show(place: Place) -> None:
     """What a version consists of and shares; of a deleted one, what is still known."""
-    text = _run("weights", "show", place.path, "2", "--tensors")
+    text = _run("show", place.path, "2", "--tensors")
     assert "parent 1" in text
     assert "kind       model" in text
     (line,) = [line for line in text.splitlines() if line.startswith(SHARD)]
@@ -220,61 +191,47 @@ def test_show(place: Place) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("beta")]
     assert line.split()[1:3] == ["F32", "3x4"]
     assert "2 tensors" in text
-    (row,) = _rows("weights", "show", place.path, "2")
+    (row,) = _rows("show", place.path, "2")
     assert {one["name"]: one["shared_with"] for one in row["files"]} == {
         SHARD: [0, 1, 3],
         "config.json": [],
     }
     assert "tensors" not in row
-    (row,) = _rows("weights", "show", place.path, "2", "--tensors")
+    (row,) = _rows("show", place.path, "2", "--tensors")
     assert [one["name"] for one in row["tensors"]] == ["alpha", "beta"]
-    _run("weights", "sweep", place.path, "--keep-last", "1")
-    assert "deleted since; its number is never used again" in _run(
-        "weights", "show", place.path, "2"
-    )
-    (row,) = _rows("weights", "show", place.path, "2")
+    _run("sweep", place.path, "--keep-last", "1")
+    assert "deleted since; its number is never used again" in _run("show", place.path, "2")
+    (row,) = _rows("show", place.path, "2")
     assert (row["type"], row["version"]) == ("swept", 2)
-    assert "the newest is 3" in _run("weights", "show", place.path, "7", code=4)
-    assert "a version is a number" in _run("weights", "show", place.path, "--", "-1", code=2)
+    assert "the newest is 3" in _run("show", place.path, "7", code=4)
+    assert "a version is a number" in _run("show", place.path, "--", "-1", code=2)
     (place.root / "policy" / "step_3" / "holdfast.json").write_text("{")
-    assert "is not a manifest" in _run("weights", "show", place.path, "3")
+    assert "is not a manifest" in _run("show", place.path, "3")
 
 
 # ---- verify ------------------------------------------------------------------------
 
 
 def test_verify_ends_with_6_and_marks_when_told(place: Place) -> None:
-    """Sound: 0. A flipped byte in a shared file: 6, told for each version, and then a pin says
-    Corrupt."""
-    assert "4 versions verified" in _run("weights", "verify", place.path)
+    """Sound: 0. A flipped byte in a shared file: 6, told for each version, and marked if told."""
+    assert "4 versions verified" in _run("verify", place.path)
     place.publish(4)
     with (place.root / "policy" / "step_0" / SHARD).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    rows = _rows("weights", "verify", place.path, code=6)
+    rows = _rows("verify", place.path, code=6)
     assert [(one["version"], one["file"]) for one in _only(rows, "finding")] == [
         (number, SHARD) for number in range(5)
     ]
     assert _only(rows, "verified")[0]["damaged"] == [0, 1, 2, 3, 4]
-    text = _run("weights", "verify", place.path, "1", code=6)
+    text = _run("verify", place.path, "1", code=6)
     assert text.startswith(f"DAMAGED  step_1/{SHARD}: tensor beta differs\n")
-    text = _run("weights", "verify", place.path, "4", "3", "--mark", code=6)
+    text = _run("verify", place.path, "4", "3", "--mark", code=6)
     assert "marked: 3, 4" in text
-
-    async def look() -> None:
-        async with (
-            ledger.open(place.url) as led,
-            Subscriber(place.root, led, "policy", "r0") as subscriber,
-        ):
-            newest = await subscriber.latest()
-            assert newest is not None
-            assert newest.version == 2
-            with pytest.raises(Corrupt, match="tensor beta differs"):
-                async with subscriber.pin(4):
-                    pass
-
-    asyncio.run(look())
-    assert "version 77 was not published" in _run("weights", "verify", place.path, "77", code=4)
+    versions = _rows("ls", place.path, only="version")
+    assert [one["version"] for one in versions if one["state"] == "damaged"] == [3, 4]
+    assert "tensor beta differs" in versions[-1]["problem"]
+    assert "version 77 was not published" in _run("verify", place.path, "77", code=4)
 
 
 # ---- sweep -------------------------------------------------------------------------
@@ -283,19 +240,26 @@ def test_verify_ends_with_6_and_marks_when_told(place: Place) -> None:
 def test_sweep_tells_first_and_does_then(place: Place) -> None:
     """A dry run changes nothing and tells exactly what the real one does; held ones stay."""
     folder = place.root / "policy"
+
+    def used() -> int:
+        files = [one.stat() for one in folder.glob("step_*/*")]
+        return sum({one.st_ino: one.st_size for one in files}.values())
+
     (folder / ".holdfast/staging/r9-77").mkdir()
+    before = used()
     with place.consumer("r0", 1):
-        told = _rows("weights", "sweep", place.path, "--keep-last", "1", "--dry-run")[0]
+        told = _rows("sweep", place.path, "--keep-last", "1", "--dry-run")[0]
         assert sorted(one.name for one in folder.glob("step_*")) == [f"step_{n}" for n in range(4)]
         assert (folder / ".holdfast/staging/r9-77").exists()
-        text = _run("weights", "sweep", place.path, "--keep-last", "1", "--dry-run")
+        text = _run("sweep", place.path, "--keep-last", "1", "--dry-run")
         assert "would delete version 0" in text
         assert "would remove .holdfast/staging/r9-77" in text
         assert "r0 holds 1" in text
-        done = _rows("weights", "sweep", place.path, "--keep-last", "1")[0]
+        done = _rows("sweep", place.path, "--keep-last", "1")[0]
     assert (told.pop("dry_run"), done.pop("dry_run")) == (True, False)
     assert told == done
     assert done["deleted"] == [0, 2]
+    assert done["freed_bytes"] == before - used() > 0
     assert [one["consumer"] for one in done["holds"]] == ["r0"]
     assert sorted(one.name for one in folder.glob("step_*")) == ["step_1", "step_3"]
     assert not (folder / ".holdfast/staging/r9-77").exists()
@@ -303,17 +267,15 @@ def test_sweep_tells_first_and_does_then(place: Place) -> None:
 
 def test_sweep_keeps_what_the_publisher_keeps(place: Place) -> None:
     """Options replace one thing each; nothing is guessed when nothing is known."""
-    assert "nothing to delete" in _run("weights", "sweep", place.path)
-    row = _rows("weights", "sweep", place.path, "--keep-every", "2", "--dry-run")[0]
+    assert "nothing to delete" in _run("sweep", place.path)
+    row = _rows("sweep", place.path, "--keep-every", "2", "--dry-run")[0]
     assert (row["retention"]["keep_last"], row["retention"]["keep_every"]) == (9, 2)
-    row = _rows("weights", "sweep", place.path, "--max-bytes", "1K", "--dry-run")[0]
+    row = _rows("sweep", place.path, "--max-bytes", "1K", "--dry-run")[0]
     assert row["deleted"] == [0, 1, 2]
     assert row["missing_bytes"] > 0, "the newest is larger than that"
-    assert "is not a number of bytes" in _run(
-        "weights", "sweep", place.path, "--max-bytes", "much", code=2
-    )
+    assert "is not a number of bytes" in _run("sweep", place.path, "--max-bytes", "much", code=2)
     (place.root / "policy/.holdfast/channel.json").unlink()
-    lost = ("weights", "sweep", place.path, "--ledger", place.url)
+    lost = ("sweep", place.path, "--ledger", place.url)
     assert "give --keep-last" in _run(*lost, code=2)
     assert "give --keep-last" in _run(*lost, "--max-bytes", "1K", code=2)
     assert "deleted version 0" in _run(*lost, "--keep-last", "3")
@@ -326,20 +288,18 @@ def test_sweep_refuses_a_book_that_is_not_this_folders(place: Place, tmp_path: P
     other = f"sqlite:///{tmp_path}/other.db"
     with ledger.open_sync(other):
         pass
-    assert "knows nothing of the channel" in _run(
-        "weights", "sweep", place.path, "--ledger", other, code=2
-    )
-    assert "belongs to the run default" in _run(
-        "weights", "sweep", place.path, "--run", "x", code=2
-    )
+    assert "knows nothing of the channel" in _run("sweep", place.path, "--ledger", other, code=2)
+    unknown = ("verify", place.path, "--run", "x")
+    assert "knows nothing of the channel" in _run(*unknown, code=2), "nothing to be green about"
+    assert "belongs to the run default" in _run("sweep", place.path, "--run", "x", code=2)
     copy = tmp_path / "copy" / "policy"
     shutil.copytree(place.root / "policy", copy)
     for words in (("sweep", str(copy)), ("verify", str(copy), "--mark")):
-        assert f"is a copy of {place.path}" in _run("weights", *words, code=2)
-    assert "versions verified" in _run("weights", "verify", str(copy))
+        assert f"is a copy of {place.path}" in _run(*words, code=2)
+    assert "versions verified" in _run("verify", str(copy))
     assert staged.exists()
     assert len(list((place.root / "policy").glob("step_*"))) == 4
-    assert "change --ledger" in _run("weights", "sweep", place.path, "--ledger", "none", code=2)
+    assert "change --ledger" in _run("sweep", place.path, "--ledger", "none", code=2)
 
 
 async def _one_reads(root: Path, number: int, done: Callable[[], None]) -> None:
@@ -351,10 +311,7 @@ async def _one_reads(root: Path, number: int, done: Callable[[], None]) -> None:
 def _foreign(root: Path, count: int) -> str:
     """Versions of a trainer that is not ours, and one reader that was there once."""
     for step in range(count):
-        folder = root / "other" / f"step_{step}"
-        folder.mkdir(parents=True)
-        safetensors.numpy.save_file({"a": np.ones(3)}, folder / "model.safetensors")
-        (folder / "STABLE").touch()
+        foreign(root / "other", step)
     asyncio.run(_one_reads(root, 0, lambda: None))
     return str(root / "other")
 
@@ -363,8 +320,9 @@ def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
     """They stay, unless --foreign says so; then what is pinned stays, and the newest. With a
     ledger there is nothing to say."""
     path = _foreign(place.root, 5)
-    words = ("weights", "sweep", path, "--ledger", "none", "--keep-last", "1")
-    assert _rows(*words)[0]["deleted"] == []
+    words = ("sweep", path, "--ledger", "none", "--keep-last", "1")
+    for more in ((), ("--dry-run",)):
+        assert _rows(*words, *more)[0]["deleted"] == []
     told = _rows(*words, "--foreign", "--dry-run")[0]["deleted"]
     assert told == [0, 1, 2, 3]
     assert len(list(Path(path).glob("step_*"))) == 5
@@ -374,13 +332,7 @@ def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
 
     asyncio.run(_one_reads(place.root, 2, sweep))
     assert sorted(one.name for one in Path(path).glob("step_*")) == ["step_2", "step_4"]
-    assert "leave --foreign out" in _run("weights", "sweep", place.path, "--foreign", code=2)
-
-
-def test_a_dry_run_leaves_versions_of_others_too(tmp_path: Path) -> None:
-    """Without --foreign a dry run tells what the real one does: nothing goes."""
-    words = ("weights", "sweep", _foreign(tmp_path, 3), "--ledger", "none", "--keep-last", "1")
-    assert _rows(*words, "--dry-run")[0]["deleted"] == []
+    assert "leave --foreign out" in _run("sweep", place.path, "--foreign", code=2)
 
 
 # ---- watch -------------------------------------------------------------------------
@@ -416,7 +368,7 @@ def test_watch_follows_other_processes(
         assert leaving.wait(HANG_S) == 0
         dying.kill_group()
         child.wait_until(lambda: ("lease ended", None, "r1") in seen())
-    _run("weights", "sweep", place.path, "--keep-last", "1")
+    _run("sweep", place.path, "--keep-last", "1")
     child.wait_until(lambda: ("swept", 0, "") in seen())
     found = seen()
     for name in ("r0", "r1"):
@@ -467,50 +419,58 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     path = str(tmp_path / "policy")
-    rows = _rows("weights", "ls", path)
+    rows = _rows("ls", path)
     assert [one["version"] for one in _only(rows, "version")] == [0, 1, 2]
     assert rows[0]["ledger"] is None
-    assert "marker files" in _run("weights", "ls", path)
+    assert "marker files" in _run("ls", path)
     foreign = tmp_path / "policy" / "step_9"
     foreign.mkdir()
     shutil.copy(tmp_path / "policy" / "step_2" / SHARD, foreign / SHARD)
     (foreign / "STABLE").touch()
-    assert "only its structure was checked" in _run("weights", "verify", path)
-    assert "no manifest" in _run("weights", "show", path, "9")
+    assert "only its structure was checked" in _run("verify", path)
+    assert "no manifest" in _run("show", path, "9")
     log = tmp_path / "watch.log"
     with proc.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
-        assert "deleted version 0" in _run("weights", "sweep", path, "--keep-last", "3")
+        assert "deleted version 0" in _run("sweep", path, "--keep-last", "3")
         assert child.wait(HANG_S) == 0
     assert "swept" in log.read_text()
     other = f"sqlite:///{tmp_path}/x.db"
-    assert "is kept with marker files" in _run("weights", "ls", path, "--ledger", other, code=2)
+    assert "is kept with marker files" in _run("ls", path, "--ledger", other, code=2)
     (foreign / SHARD).write_bytes(b"short")
     (foreign / "STABLE").touch()
-    assert "DAMAGED" in _run("weights", "verify", path, "9", code=6)
+    assert "DAMAGED" in _run("verify", path, "9", code=6)
 
 
 # ---- where is the channel? -----------------------------------------------------------
 
 
-def test_a_bad_path_says_what_to_type(place: Place, tmp_path: Path) -> None:
-    root, channel = str(place.root), place.path
-    assert "is not there: check the path" in _run("weights", "ls", f"{root}/polcy", code=4)
-    assert "a file, not a folder" in _run("weights", "ls", f"{root}/ledger.db", code=4)
-    for inside in ("step_2", ".holdfast", ".holdfast/drafts"):
-        text = _run("weights", "ls", f"{channel}/{inside}", code=2)
-        assert f"name the channel, {channel}" in text
-    assert f"channels are in it: name {channel}" in _run("weights", "ls", root, code=2)
-    (tmp_path / "empty").mkdir()
-    assert "is not a channel" in _run("weights", "ls", f"{root}/empty", code=2)
-    shutil.copytree(channel, f"{root}/renamed")
-    assert "give it its name back" in _run("weights", "ls", f"{root}/renamed", code=2)
+@pytest.mark.parametrize(
+    ("path", "code", "said"),
+    [
+        ("polcy", 4, "is not there: check the path"),
+        ("ledger.db", 4, "a file, not a folder"),
+        ("policy/step_2", 2, "name the channel, {root}/policy"),
+        ("policy/.holdfast", 2, "name the channel, {root}/policy"),
+        ("policy/.holdfast/drafts", 2, "name the channel, {root}/policy"),
+        ("", 2, "channels are in it: name {root}/policy"),
+        ("empty", 2, "is not a channel"),
+        ("renamed", 2, "give it its name back"),
+    ],
+)
+def test_a_bad_path_says_what_to_type(place: Place, path: str, code: int, said: str) -> None:
+    """Whatever is not a channel's folder is told with what to name instead."""
+    if path == "empty":
+        (place.root / path).mkdir()
+    if path == "renamed":
+        shutil.copytree(place.path, place.root / path)
+    assert said.format(root=place.root) in _run("ls", str(place.root / path), code=code)
 
 
 def test_paths_may_be_written_in_many_ways(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, path in ((place.root, "policy/"), (place.path, "."), (place.path, "step_0/..")):
         monkeypatch.chdir(folder)
-        assert "4 versions" in _run("weights", "ls", path)
+        assert "4 versions" in _run("ls", path)
 
 
 def test_the_ledger_is_found_or_asked_for(place: Place, tmp_path: Path) -> None:
@@ -521,17 +481,17 @@ def test_the_ledger_is_found_or_asked_for(place: Place, tmp_path: Path) -> None:
         about.write_text(json.dumps({**said, "ledger": url}))
 
     say("")
-    assert "give --ledger URL" in _run("weights", "ls", place.path, code=2)
-    assert "4 versions" in _run("weights", "ls", place.path, "--ledger", place.url)
+    assert "give --ledger URL" in _run("ls", place.path, code=2)
+    assert "4 versions" in _run("ls", place.path, "--ledger", place.url)
     say("memory:x")
-    assert "inside one process" in _run("weights", "ls", place.path, code=2)
+    assert "inside one process" in _run("ls", place.path, code=2)
     say("etcd://someone@127.0.0.1:1")
-    assert "needs a password" in _run("weights", "ls", place.path, code=2)
+    assert "needs a password" in _run("ls", place.path, code=2)
     say(f"sqlite:///{tmp_path}/gone.db")
-    assert "there is no ledger at" in _run("weights", "ls", place.path, code=4)
+    assert "there is no ledger at" in _run("ls", place.path, code=4)
     assert not (tmp_path / "gone.db").exists(), "looking does not create"
     about.write_text("{")
-    assert "cannot be read" in _run("weights", "ls", place.path, code=6)
+    assert "cannot be read" in _run("ls", place.path, code=6)
     place.publish()
     assert json.loads(about.read_text()) == said, "the next publisher writes it anew"
 

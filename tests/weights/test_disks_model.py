@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -161,7 +160,6 @@ async def _everything(
     return found
 
 
-@pytest.mark.long
 def test_both_disks_do_the_same(tmp_path: Path) -> None:
     """A hypothesis state machine runs every call on both and compares everything."""
 

@@ -1,50 +1,19 @@
 """A commit whose outcome nobody knows: it is found out, or it never happens."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from holdfast.errors import Fenced, UnknownOutcome
-from holdfast.ledger import Compare, Op, Txn
 from holdfast.ledger.memory import MemoryLedger
-from holdfast.timeouts import DEFAULTS
 from holdfast.weights import Publisher, Subscriber
-from patience import HANG_S
-from weights.ledgers import Flaky
-
-
-class Lossy(Flaky):
-    """A ledger behind a network that loses the first commit of a version, and brings it later."""
-
-    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.2})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lose = False
-        self.late: list[Callable[[], Coroutine[Any, Any, Txn]]] = []
-
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        if self.lose and any("/versions/" in op.key for op in then):
-            self.lose, self.away = False, True
-            send = super()._txn
-            self.late.append(lambda: send(compare, then, otherwise))
-            raise UnknownOutcome("no answer")
-        return await super()._txn(compare, then, otherwise)
-
-
-def weights(number: int) -> dict[str, Any]:
-    return {"w": np.full(8, number)}
+from weights.family import until, weights
+from weights.ledgers import Lossy
 
 
 async def _in_doubt(ledger: Lossy, publisher: Publisher) -> None:
     await publisher.publish(0, weights(0))
-    ledger.lose = True
+    ledger.lose = "/versions/"
     with pytest.raises(UnknownOutcome, match="publish it again"):
         await publisher.publish(1, weights(1))
     ledger.away = False
@@ -101,9 +70,7 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
         async with subscriber.pin(0):
             first = subscriber.seat_id
             await ledger.revoke(int(first.rpartition("-")[2]))
-            async with asyncio.timeout(HANG_S):
-                while subscriber.seat_id == first:
-                    await asyncio.sleep(0.01)
+            await until(lambda: subscriber.seat_id != first)
             await publisher.publish(1, weights(1))
             view = await publisher._book.view()
             await subscriber.acknowledge(0)
@@ -112,7 +79,5 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
             view = await publisher._book.view()
             second = subscriber.seat_id
             await ledger.revoke(int(second.rpartition("-")[2]))
-            async with asyncio.timeout(HANG_S):
-                while subscriber.seat_id == second:
-                    await asyncio.sleep(0.01)
+            await until(lambda: subscriber.seat_id != second)
             assert not await publisher._book.forget(view, 0)

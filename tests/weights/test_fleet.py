@@ -7,11 +7,8 @@ number is right for that version, and it is no version that the fleet had left b
 import asyncio
 import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +27,9 @@ from holdfast.ledger.records import decode
 from holdfast.servers import EtcdServer
 from holdfast.weights import Pin, Publisher, Subscriber
 from holdfast.weights.records import Consumer, Keys, Target
-from weights.family import Kid
+from weights.family import Kid, refused, start, until
 from weights.fleet_child import ITEMS, number, weights
 
-CHILD = Path(__file__).with_name("fleet_child.py")
 KEYS = Keys("default", "policy")
 LEASE_S = 1.5
 POLICY = FleetPolicy(stage_s=15.0, hold_s=10.0)
@@ -42,19 +38,6 @@ REFUSED = 2
 """The version that the third replica cannot load."""
 PATIENCE_S = 1.0
 """How long a caller waits for an answer: less than replicas are stopped."""
-
-
-@contextlib.contextmanager
-def spawn(what: str, **args: object) -> Iterator[Kid]:
-    """Start a child; it is killed at the end."""
-    with proc.spawn(
-        [sys.executable, str(CHILD), what, json.dumps(args)],
-        name=f"{what} {args.get('name', '')}",
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        yield Kid(child)
 
 
 class Answer(msgspec.Struct):
@@ -132,15 +115,17 @@ class House:
 
     def replica(self, index: int, refuses: tuple[int, ...] | None = None) -> Any:
         """A replica process."""
-        return spawn(
-            "replica",
-            root=self.root,
-            url=self.url,
-            name=f"r{index}",
-            port=self.held[index].port,
-            lease_s=LEASE_S,
-            refuses=refuses,
-        )
+        how = {"port": self.held[index].port, "lease_s": LEASE_S, "refuses": refuses}
+        return self.start("replica", root=self.root, name=f"r{index}", **how)
+
+    def start(self, what: str, **args: Any) -> contextlib.AbstractContextManager[Kid]:
+        """A child that reaches the ledger."""
+        return start(what, program="fleet_child.py", folder=Path(self.root), url=self.url, **args)
+
+    def subscriber(self, name: str, address: str) -> Subscriber:
+        """A consumer in this process that answers at an address."""
+        how: dict[str, Any] = {"needs": "latest", "address": address, "lease_s": LEASE_S}
+        return Subscriber(self.root, self.ledger, "policy", name, **how)
 
     async def call(self, seed: int) -> None:
         """Ask replicas for ever: those that are offered, and any that there ever was."""
@@ -182,9 +167,11 @@ class House:
 
     async def offered(self, version: int, count: int) -> None:
         """Wait until so many replicas are offered for this version."""
-        async with asyncio.timeout(LIMIT_S):
-            while len(await self.fleet.addresses(version)) != count:
-                await asyncio.sleep(0.02)
+
+        async def are_offered() -> bool:
+            return len(await self.fleet.addresses(version)) == count
+
+        await until(are_offered)
 
     async def judge(self, mix: int) -> None:
         """Check every answer."""
@@ -266,17 +253,8 @@ async def here(home: House, count: int, moment_s: float = 0.0) -> AsyncIterator[
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for index in range(count):
-            subscriber = await stack.enter_async_context(
-                Subscriber(
-                    home.root,
-                    home.ledger,
-                    "policy",
-                    f"r{index}",
-                    needs="latest",
-                    address=f"here:{index}",
-                    lease_s=LEASE_S,
-                )
-            )
+            subscriber = home.subscriber(f"r{index}", f"here:{index}")
+            await stack.enter_async_context(subscriber)
             replica = Replica(subscriber, Slow(moment_s))
             found.append(await stack.enter_async_context(replica))
         yield found
@@ -288,13 +266,9 @@ async def test_a_module_follows_its_fleet(tmp_path: Path) -> None:
     """
     module = torch.nn.Linear(ITEMS, 1, bias=False).requires_grad_(False)
     async with house(tmp_path) as home:
-        subscriber = Subscriber(
-            home.root, home.ledger, "policy", "module", address="here:0", lease_s=LEASE_S
-        )
+        subscriber = home.subscriber("module", "here:0")
         async with subscriber, Replica(subscriber, ModuleEngine(module)) as replica:
-            with pytest.raises(Unavailable):
-                async with replica.admit(timeout_s=0.1):
-                    pass
+            await refused(replica.admit(timeout_s=0.1), Unavailable)
             for version in (1, 2):
                 row = torch.tensor([weights(version)])
                 await home.publisher.publish(version, {"weight": row})
@@ -385,7 +359,7 @@ async def test_the_owner_is_killed(tmp_path: Path, phase: str) -> None:
         await home.publish(2)
         async with contextlib.AsyncExitStack() as inside:
             await inside.enter_async_context(replicas[0].admit())
-            with spawn("owner", url=home.url, version=2, stage_s=15.0, hold_s=10.0) as kid:
+            with home.start("owner", version=2, stage_s=15.0, hold_s=10.0) as kid:
                 if phase != "serving":
                     await home.witness.until(lambda: home.witness.target.phase == phase)
                 else:
@@ -400,8 +374,21 @@ async def test_the_owner_is_killed(tmp_path: Path, phase: str) -> None:
         assert len((await home.fleet.update(3)).serving) == 3
 
 
-async def _comes_back(folder: Path, url: str = "") -> None:
-    async with house(folder, url, replicas=2) as home:
+@pytest.fixture(
+    params=["sqlite", pytest.param("etcd", marks=[pytest.mark.long, pytest.mark.etcd])]
+)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A ledger beside the channel, or a real etcd."""
+    if request.param == "sqlite":
+        yield ""
+        return
+    with EtcdServer(tmp_path / "etcd") as server:
+        yield f"etcd://{server.host}:{server.port}"
+
+
+async def test_a_killed_replica_comes_back(tmp_path: Path, url: str) -> None:
+    """It is not offered while it is away, and again only when it serves the right version."""
+    async with house(tmp_path, url, replicas=2) as home:
         await home.publish(1)
         with home.replica(0) as first, home.replica(1) as second:
             await asyncio.gather(first.ahear("ready"), second.ahear("ready"))
@@ -420,19 +407,6 @@ async def _comes_back(folder: Path, url: str = "") -> None:
                         answer = await home.ask(f"127.0.0.1:{home.held[1].port}", wait_s=0.5)
                     assert answer.version == 2
         await home.judge(mix=0)
-
-
-async def test_a_killed_replica_comes_back(tmp_path: Path) -> None:
-    """It is not offered while it is away, and again only when it serves the right version."""
-    await _comes_back(tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.etcd
-async def test_a_killed_replica_comes_back_on_etcd(tmp_path: Path) -> None:
-    """The same with a real etcd."""
-    with EtcdServer(tmp_path / "etcd") as server:
-        await _comes_back(tmp_path, f"etcd://{server.host}:{server.port}")
 
 
 class Storm:

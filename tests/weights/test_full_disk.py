@@ -22,7 +22,7 @@ from holdfast.weights import Publisher, Subscriber
 from holdfast.weights.room import Waiting
 from patience import HANG_S
 from weights.children import publish
-from weights.family import House, house, start
+from weights.family import House, house
 
 DISK_BYTES = 2 << 20
 PAGE = 4096
@@ -54,9 +54,9 @@ def _fill(folder: Path, room_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize("way", ["whole", "ranks"])
-async def test_publish_until_the_disk_is_full(tmp_path: Path, small_disk: Path, way: str) -> None:
+async def test_publish_until_the_disk_is_full(small_disk: Path, home: House, way: str) -> None:
     """All that was published is whole, the rest is gone, and it goes on when there is room."""
-    async with house(tmp_path) as home, home.publisher(keep_last=1000) as publisher:
+    async with home.publisher(keep_last=1000) as publisher:
         assert home.root == str(small_disk)
         number = 0
         with pytest.raises(NoRoom, match="No space left on device") as caught:
@@ -78,14 +78,14 @@ async def test_publish_until_the_disk_is_full(tmp_path: Path, small_disk: Path, 
             assert home.leftovers() == []
 
 
-async def test_the_disk_is_full_anywhere(tmp_path: Path, small_disk: Path) -> None:
+async def test_the_disk_is_full_anywhere(small_disk: Path, home: House) -> None:
     """Wherever in a publish the room ends, page by page: `NoRoom`, and nothing to be seen.
 
     What is left of the failed try is at most a folder without a marker, which the next
     publish replaces.
     """
     failures = 0
-    async with house(tmp_path) as home, home.publisher(keep_last=1) as publisher:
+    async with home.publisher(keep_last=1) as publisher:
         await publish(publisher, 0)
         for number in range(1, 100):
             ballast = _fill(small_disk, number * PAGE)
@@ -149,51 +149,49 @@ async def _load(subscriber: Subscriber) -> None:
         await subscriber.acknowledge(pin.number)
 
 
-async def test_a_budget_that_fails_names_who_holds_it(tmp_path: Path) -> None:
+async def test_a_budget_that_fails_names_who_holds_it(home: House) -> None:
     """Each consumer with its versions and bytes; nothing is written, nothing is deleted."""
-    async with house(tmp_path) as home:
-        size = await _version_bytes(home)
-        budget = 4 * size
-        async with (
-            home.publisher(keep_last=1, max_bytes=budget, when_full="fail") as publisher,
-            home.subscriber("slow", needs="every") as slow,
-            home.subscriber("quick", needs="latest") as quick,
-        ):
-            await _load(slow)
-            await _load(quick)
-            number = 0
-            with pytest.raises(NoRoom) as caught:
-                while True:
-                    number += 1
-                    await publish(publisher, number)
-            text = str(caught.value)
-            assert f"version {number} needs " in text
-            assert f"the budget of {bytes_text(budget)}" in text
-            each = [sum(map(len, home.bytes_of(one).values())) for one in range(number)]
-            held = ", ".join(map(str, range(number - 1)))
-            assert f"slow holds {held} ({bytes_text(sum(each[:-1]))})" in text
-            assert f"quick holds 0 ({bytes_text(each[0])})" in text
-            assert await home.committed() == list(range(number))
-            assert home.leftovers() == []
-            await _load(slow)
-            await _load(quick)
-            await publish(publisher, number)
-            assert await home.committed() == [number - 1, number]
-
-
-async def test_a_budget_that_nobody_holds_fails_at_once(tmp_path: Path) -> None:
-    """With no consumer in the way there is nothing to wait for; too small is too small."""
-    async with house(tmp_path) as home:
-        size = await _version_bytes(home)
-        async with home.publisher(max_bytes=size * 3 // 2, when_full="wait") as publisher:
-            with pytest.raises(NoRoom, match="no consumer holds anything: raise max_bytes"):
-                async with asyncio.timeout(HANG_S):
-                    await publish(publisher, 1)
-        async with home.publisher(max_bytes=size // 2) as publisher:
-            with pytest.raises(TooLarge, match="raise max_bytes"):
-                await publish(publisher, 1)
-        assert await home.read_all() == [(0, 0)]
+    size = await _version_bytes(home)
+    budget = 4 * size
+    async with (
+        home.publisher(keep_last=1, max_bytes=budget, when_full="fail") as publisher,
+        home.subscriber("slow", needs="every") as slow,
+        home.subscriber("quick") as quick,
+    ):
+        await _load(slow)
+        await _load(quick)
+        number = 0
+        with pytest.raises(NoRoom) as caught:
+            while True:
+                number += 1
+                await publish(publisher, number)
+        text = str(caught.value)
+        assert f"version {number} needs " in text
+        assert f"the budget of {bytes_text(budget)}" in text
+        each = [sum(map(len, home.bytes_of(one).values())) for one in range(number)]
+        held = ", ".join(map(str, range(number - 1)))
+        assert f"slow holds {held} ({bytes_text(sum(each[:-1]))})" in text
+        assert f"quick holds 0 ({bytes_text(each[0])})" in text
+        assert await home.committed() == list(range(number))
         assert home.leftovers() == []
+        await _load(slow)
+        await _load(quick)
+        await publish(publisher, number)
+        assert await home.committed() == [number - 1, number]
+
+
+async def test_a_budget_that_nobody_holds_fails_at_once(home: House) -> None:
+    """With no consumer in the way there is nothing to wait for; too small is too small."""
+    size = await _version_bytes(home)
+    async with home.publisher(max_bytes=size * 3 // 2, when_full="wait") as publisher:
+        with pytest.raises(NoRoom, match="no consumer holds anything: raise max_bytes"):
+            async with asyncio.timeout(HANG_S):
+                await publish(publisher, 1)
+    async with home.publisher(max_bytes=size // 2) as publisher:
+        with pytest.raises(TooLarge, match="raise max_bytes"):
+            await publish(publisher, 1)
+    assert await home.read_all() == [(0, 0)]
+    assert home.leftovers() == []
 
 
 @contextlib.contextmanager
@@ -221,40 +219,18 @@ async def _waiting(publisher: Publisher, log: Path) -> tuple[asyncio.Task[object
         assert number < 20
 
 
-async def test_a_budget_that_waits_for_the_slow(tmp_path: Path) -> None:
-    """`publish` goes on as soon as the consumer has acknowledged, and not before."""
-    async with house(tmp_path) as home:
-        size = await _version_bytes(home)
-        with _event_log(tmp_path / "events") as log:
-            async with (
-                home.publisher(keep_last=1, max_bytes=4 * size) as publisher,
-                home.subscriber("slow") as slow,
-            ):
-                await _load(slow)
-                waiting, number, consumers = await _waiting(publisher, log)
-                assert consumers == ["slow"]
-                async with slow.pin() as pin:
-                    assert pin.number == number - 1
-                    assert not waiting.done()
-                    await slow.acknowledge(pin.number)
-                async with asyncio.timeout(HANG_S):
-                    await waiting
-                assert await home.committed() == [number - 1, number]
-
-
-async def test_a_budget_that_waits_too_long(tmp_path: Path) -> None:
+async def test_a_budget_that_waits_too_long(home: House) -> None:
     """After `wait_s` it is an error that names who held the budget."""
-    async with house(tmp_path) as home:
-        size = await _version_bytes(home)
-        async with (
-            home.publisher(keep_last=1, max_bytes=4 * size, wait_s=0.3) as publisher,
-            home.subscriber("slow") as slow,
-        ):
-            await _load(slow)
-            with pytest.raises(NoRoom, match="slow holds 0"):
-                for number in range(1, 20):
-                    await publish(publisher, number)
-            assert home.leftovers() == []
+    size = await _version_bytes(home)
+    async with (
+        home.publisher(keep_last=1, max_bytes=4 * size, wait_s=0.3) as publisher,
+        home.subscriber("slow", needs="every") as slow,
+    ):
+        await _load(slow)
+        with pytest.raises(NoRoom, match="slow holds 0"):
+            for number in range(1, 20):
+                await publish(publisher, number)
+        assert home.leftovers() == []
 
 
 @pytest.mark.parametrize("needs", ["every", "latest"])
@@ -265,9 +241,7 @@ async def test_a_dead_consumer_holds_the_budget_for_its_lease(tmp_path: Path, ne
         budget = 4 * size if needs == "every" else 2 * size + size // 2
         with (
             _event_log(tmp_path / "events") as log,
-            start(
-                "consumer", name="victim", needs=needs, lease_s=LEASE_S, **home.where()
-            ) as victim,
+            home.start("consumer", name="victim", needs=needs, lease_s=LEASE_S) as victim,
         ):
             async with home.publisher(keep_last=1, max_bytes=budget) as publisher:
                 await victim.ahear("ready")

@@ -14,7 +14,7 @@ import pytest
 
 from descriptors import held_below
 from holdfast.errors import Mistake
-from holdfast.weights import local_calls
+from holdfast.weights import local
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
 
@@ -226,7 +226,7 @@ def test_what_is_put_into_a_tree_while_it_is_removed_is_removed_too(tmp_path: Pa
     tree.mkdir()
     (tree / "f").touch()
 
-    class Busy(local_calls.Stop):
+    class Busy(local.Stop):
         """Somebody else, who is quick."""
 
         turns = 0
@@ -236,17 +236,17 @@ def test_what_is_put_into_a_tree_while_it_is_removed_is_removed_too(tmp_path: Pa
             if self.turns < 4:
                 (tree / f"late{self.turns}").touch()
 
-    local_calls.remove(str(tree), None, 0, Busy())
+    local._remove(str(tree), None, 0, Busy())
     assert not tree.exists()
     tree.mkdir()
     (tree / "f").touch()
 
-    class Endless(local_calls.Stop):
+    class Endless(local.Stop):
         def check(self) -> None:
             (tree / f"late{os.urandom(8).hex()}").touch()
 
     with pytest.raises(OSError, match="not empty"):
-        local_calls.remove(str(tree), None, 0, Endless())
+        local._remove(str(tree), None, 0, Endless())
 
 
 async def test_nothing_is_left_open(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ async def test_the_clock_without_nameless_files_tells_the_same_time(tmp_path: Pa
     async with await LocalDisk().folder(str(tmp_path)) as folder:
         descriptor = os.open(tmp_path, os.O_RDONLY)
         before = await folder.clock()
-        named = local_calls._named_clock(descriptor)
+        named = local._named_clock(descriptor)
         after = await folder.touch("f")
         os.close(descriptor)
         assert before <= named <= after

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,12 @@ from holdfast import proc
 from holdfast.contrib.fleets.fleet import FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Unavailable
-from holdfast.weights import Pin, Subscriber
-from weights.family import Kid
+from holdfast.weights import Pin
+from weights.family import Kid, refused, until
 from weights.fleet_child import number
-from weights.test_fleet import LEASE_S, POLICY, House, here, house
+from weights.test_fleet import POLICY, House, here, house
 
 CHILD = Path(__file__).with_name("loss_child.py")
-LIMIT_S = 30.0
 
 
 class ProcessEngine(Engine):
@@ -110,15 +109,7 @@ async def remote(
     engine = kind()
     try:
         async with (
-            Subscriber(
-                home.root,
-                home.ledger,
-                "policy",
-                name,
-                needs="latest",
-                address=f"there:{name}",
-                lease_s=LEASE_S,
-            ) as subscriber,
+            home.subscriber(name, f"there:{name}") as subscriber,
             Replica(subscriber, engine) as replica,
         ):
             yield replica, engine
@@ -126,21 +117,13 @@ async def remote(
         await engine.close()
 
 
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not what():
-            await asyncio.sleep(0.01)
-
-
-async def served(home: House, version: int) -> list[str]:
-    return sorted(await home.fleet.addresses(version))
-
-
 async def come_to(home: House, version: int, addresses: list[str]) -> None:
     """Wait until just these are offered for a version."""
-    async with asyncio.timeout(LIMIT_S):
-        while await served(home, version) != addresses:
-            await asyncio.sleep(0.02)
+
+    async def offered() -> bool:
+        return sorted(await home.fleet.addresses(version)) == addresses
+
+    await until(offered)
 
 
 async def answers(replica: Replica, engine: ProcessEngine, version: int) -> None:
@@ -164,9 +147,7 @@ async def test_what_was_lost_is_withdrawn_and_comes_back(tmp_path: Path) -> None
             await come_to(home, 1, ["here:0"])
             assert replica.serving() is None
             assert replica._subscriber.acknowledged is None
-            with pytest.raises(Unavailable):
-                async with replica.admit(timeout_s=0.1):
-                    pass
+            await refused(replica.admit(timeout_s=0.1), Unavailable)
             engine.may_start = True
             await come_to(home, 1, ["here:0", "there:far"])
             await answers(replica, engine, 1)

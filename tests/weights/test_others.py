@@ -11,21 +11,19 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from holdfast import ledger
 from holdfast.errors import Conflict, Gone, NotFound, TimedOut
-from holdfast.ledger import Ledger
-from holdfast.weights import Publisher, Retention, Subscriber, open_publisher
+from holdfast.weights import Subscriber, open_publisher
 from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFile, LocalFolder
 from holdfast.weights.overview import collect
 from weights.children import model, watch, write_marker
-from weights.family import Kid, start
+from weights.family import House, Kid, house, start
 
 LIMIT_S = 20.0
 BESIDE = "LOADED_STEP"
@@ -33,35 +31,16 @@ NAMED = ".holdfast/consumers/orchestrator/LOADED_STEP"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-class Place(NamedTuple):
-    """A channel, with the ledger that it is kept with or without one."""
-
-    root: Path
-    ledger: Ledger | None
-    url: str
-
-    @property
-    def base(self) -> Path:
-        return self.root / "policy"
-
-    def publisher(self, **retention: Any) -> Publisher:
-        return Publisher(self.root, self.ledger, "policy", Retention(**retention))
-
-
 @pytest.fixture(params=["sqlite", pytest.param("markers", marks=pytest.mark.long)])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    if request.param == "markers":
-        yield Place(tmp_path, None, "")
-        return
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    async with ledger.open(url) as used:
-        yield Place(tmp_path, used, url)
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path, request.param) as home:
+        yield home
 
 
 # ---- a consumer that is not ours ---------------------------------------------------
 
 
-async def test_what_a_watcher_of_prime_rl_loads_is_never_deleted(place: Place) -> None:
+async def test_what_a_watcher_of_prime_rl_loads_is_never_deleted(place: House) -> None:
     """Loads that take 0.5 and 5 steps, and a stall of 10 steps: no file is ever missing."""
     steps, step_s = 10, 0.02
     async with place.publisher(keep_last=1) as publisher:
@@ -85,7 +64,7 @@ async def test_what_a_watcher_of_prime_rl_loads_is_never_deleted(place: Place) -
         assert [path.name for path in place.base.glob("step_*")] == [f"step_{steps}"]
 
 
-async def test_room_is_made_when_a_watcher_moves_on(place: Place) -> None:
+async def test_room_is_made_when_a_watcher_moves_on(place: House) -> None:
     """A publisher whose budget a foreign consumer holds goes on when it writes its marker."""
     async with place.publisher(keep_last=1) as publisher:
         await publisher.publish(1, model(1))
@@ -98,9 +77,7 @@ async def test_room_is_made_when_a_watcher_moves_on(place: Place) -> None:
         assert not done, "the budget is held"
         write_marker(place.base / BESIDE, 2)
         await asyncio.wait_for(third, LIMIT_S)
-    found = await collect(
-        channel := Channel(place.root, place.ledger, "policy"), channel.book("ls"), None
-    )
+    found = await collect(place.channel(), place.book(), None)
     (row,) = found.consumers
     assert (row.consumer, row.acknowledged, row.holds) == (BESIDE, 2, (2,))
     assert row.lease_left_s is not None
@@ -124,40 +101,28 @@ async def test_the_recipe_of_the_docs_writes_the_marker(tmp_path: Path) -> None:
 
 
 async def _watched(
-    tmp_path: Path, url: str, loads: dict[str, float], steps: int, step_s: float, stall_s: float
+    folder: Path, book: str, loads: dict[str, float], steps: int, step_s: float, stall_s: float
 ) -> None:
     """A trainer and watchers of these load times, each a process of its own."""
-    tmp_path.mkdir(exist_ok=True)
-    base = tmp_path / "policy"
-    common: dict[str, Any] = {"last": steps, "folder": tmp_path, "stall_s": stall_s}
-    with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(
-            start(
-                "trainer",
-                root=str(tmp_path),
-                url=url,
-                steps=steps,
-                step_s=step_s,
-                retention={"keep_last": 1},
-                folder=tmp_path,
-            )
-        )
-        kids: dict[str, Kid] = {
-            marker: stack.enter_context(
-                start(
-                    "watcher", base=str(base), marker=str(base / marker), load_s=load_s, **common
-                )
-            )
-            for marker, load_s in loads.items()
-        }
-        for kid in (trainer, *kids.values()):
-            await kid.ahear("ready", LIMIT_S)
-        for kid in (*kids.values(), trainer):
-            kid.tell("go")
-        for marker, kid in kids.items():
-            report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
-            assert report["error"] == "", (marker, report)
-            assert len(report["loaded"]) > 2, (marker, report)
+    folder.mkdir(exist_ok=True)
+    async with house(folder, book) as home:
+        with contextlib.ExitStack() as stack:
+            how = {"steps": steps, "step_s": step_s, "retention": {"keep_last": 1}}
+            trainer = stack.enter_context(home.start("trainer", **how))
+            kids: dict[str, Kid] = {}
+            for marker, load_s in loads.items():
+                where = {"base": str(home.base), "marker": str(home.base / marker)}
+                times: dict[str, Any] = {"load_s": load_s, "last": steps, "stall_s": stall_s}
+                watcher = start("watcher", folder=folder, **where, **times)
+                kids[marker] = stack.enter_context(watcher)
+            for kid in (trainer, *kids.values()):
+                await kid.ahear("ready", LIMIT_S)
+            for kid in (*kids.values(), trainer):
+                kid.tell("go")
+            for marker, kid in kids.items():
+                report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
+                assert report["error"] == "", (marker, report)
+                assert len(report["loaded"]) > 2, (marker, report)
 
 
 @pytest.mark.long
@@ -165,11 +130,10 @@ async def _watched(
 @pytest.mark.parametrize("book", ["sqlite", "markers"])
 async def test_watchers_of_every_speed_miss_nothing(tmp_path: Path, book: str) -> None:
     """Processes that load in 0.5, 1, 2 and 5 steps of the trainer, for 40 steps."""
-    url = f"sqlite:///{tmp_path}/ledger.db" if book == "sqlite" else ""
     loads = {
         f".holdfast/consumers/of-{ratio}/LOADED_STEP": ratio * 0.25 for ratio in (0.5, 1.0, 2.0)
     }
-    await _watched(tmp_path, url, {BESIDE: 5 * 0.25, **loads}, 40, 0.25, 0.0)
+    await _watched(tmp_path, book, {BESIDE: 5 * 0.25, **loads}, 40, 0.25, 0.0)
 
 
 @pytest.mark.long
@@ -177,8 +141,8 @@ async def test_watchers_of_every_speed_miss_nothing(tmp_path: Path, book: str) -
 async def test_a_watcher_that_stalls_for_90_s_misses_nothing(tmp_path: Path) -> None:
     """It stalls for 90 s between seeing a version and loading it, while the trainer goes on."""
     await asyncio.gather(
-        _watched(tmp_path / "a", f"sqlite:///{tmp_path}/ledger.db", {BESIDE: 1.0}, 110, 1.0, 90.0),
-        _watched(tmp_path / "b", "", {BESIDE: 1.0}, 110, 1.0, 90.0),
+        _watched(tmp_path / "a", "sqlite", {BESIDE: 1.0}, 110, 1.0, 90.0),
+        _watched(tmp_path / "b", "markers", {BESIDE: 1.0}, 110, 1.0, 90.0),
     )
 
 
@@ -291,7 +255,7 @@ async def test_a_step_that_is_being_written_again_does_not_count(tmp_path: Path)
 # ---- a process that was stopped -----------------------------------------------------
 
 
-async def test_a_version_published_while_we_were_stopped_is_found(place: Place) -> None:
+async def test_a_version_published_while_we_were_stopped_is_found(place: House) -> None:
     """A waiter that stood still until its time was over looks once more before it gives up."""
     async with place.publisher() as publisher:
         await publisher.publish(1, model(1))
@@ -300,7 +264,7 @@ async def test_a_version_published_while_we_were_stopped_is_found(place: Place) 
         with open_publisher(place.root, place.url or None, "policy") as other:
             other.publish(2, model(2))
 
-    async with Subscriber(place.root, place.ledger, "policy", needs="latest") as reader:
+    async with place.subscriber() as reader:
         waiting = asyncio.gather(reader.wait_newer(1, 0.15), reader.wait_for(2, 0.15))
         await asyncio.sleep(0.05)
         thread = threading.Thread(target=publish)

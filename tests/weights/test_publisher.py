@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Fenced, Mistake
+from holdfast.errors import Mistake
 from holdfast.weights import Publisher, Version
 from holdfast.weights.manifest import MARKER
 from patience import HANG_S
 from weights.children import publish
-from weights.family import House, Kid, house, need_strace, points, start
+from weights.family import House, Kid, house, need_strace, points
 
 PUBLISH = points("weights.publish.")
 COMMITTED = "weights.publish.committed"
@@ -63,92 +63,68 @@ async def _goes_on(home: House, next_one: Publisher, again: int, committed: bool
         await publish(next_one, 7, 2)
 
 
-async def _kill(folder: Path, point: str, earlier: bool, again: int) -> None:
-    luck = _seed()
-    hit = luck.choice((1, 2)) if point == "weights.publish.shard" else 1
-    async with house(folder) as home:
-        if earlier:
-            async with home.publisher() as first:
-                await publish(first, 5, 0, "ranks")
-                await publish(first, 6, 0, "ranks")
-        with (
-            start("readers", **home.where()) as readers,
-            start(
-                "publisher",
-                fault=f"{point}:kill@{hit}",
-                versions=[(7, 0)],
-                way="ranks",
-                retention={},
-                **home.where(),
-            ) as victim,
-        ):
-            await _go(victim)
-            await readers.ahear("ready")
-            assert await victim.killed() == point
-            committed = point == COMMITTED
-            assert await home.committed() == [5, 6] * earlier + [7] * committed
-            async with home.publisher() as next_one:
-                await _goes_on(home, next_one, again, committed)
-                readers.tell(8)
-                report = await readers.ahear("report")
-                await next_one.sweep()
-            assert report["problems"] == []
-            assert report["reads"] > 0
-            assert await home.committed() == home.folders() == [7, 8]
-            assert await home.read_all() == [(7, 0 if committed else again), (8, 0)]
-            assert home.leftovers() == []
-
-
 @pytest.mark.parametrize("point", PUBLISH)
 @pytest.mark.parametrize(
-    ("earlier", "again"), [(False, 0), (True, 1)], ids=["first-same", "later-other"]
+    ("earlier", "again"),
+    [
+        pytest.param(False, 0, id="first-same"),
+        pytest.param(True, 1, id="later-other"),
+        pytest.param(False, 1, id="first-other", marks=pytest.mark.long),
+        pytest.param(True, 0, id="later-same", marks=pytest.mark.long),
+    ],
 )
-async def test_killed_publisher(tmp_path: Path, point: str, earlier: bool, again: int) -> None:
+async def test_killed_publisher(home: House, point: str, earlier: bool, again: int) -> None:
     """kill -9 at every point: no reader sees half a version, and the next publisher goes on.
 
     The number is published again with the same contents, or with others if it was never
     committed; a committed one keeps its contents for ever. Nothing is left lying around.
     """
-    await _kill(tmp_path, point, earlier, again)
+    luck = _seed()
+    hit = luck.choice((1, 2)) if point == "weights.publish.shard" else 1
+    if earlier:
+        async with home.publisher() as first:
+            await publish(first, 5, 0, "ranks")
+            await publish(first, 6, 0, "ranks")
+    with (
+        home.start("readers") as readers,
+        home.start("publisher", fault=f"{point}:kill@{hit}", versions=[(7, 0)]) as victim,
+    ):
+        await _go(victim)
+        await readers.ahear("ready")
+        assert await victim.killed() == point
+        committed = point == COMMITTED
+        assert await home.committed() == [5, 6] * earlier + [7] * committed
+        async with home.publisher() as next_one:
+            await _goes_on(home, next_one, again, committed)
+            readers.tell(8)
+            report = await readers.ahear("report")
+            await next_one.sweep()
+        assert report["problems"] == []
+        assert report["reads"] > 0
+        assert await home.committed() == home.folders() == [7, 8]
+        assert await home.read_all() == [(7, 0 if committed else again), (8, 0)]
+        assert home.leftovers() == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", PUBLISH)
-@pytest.mark.parametrize(
-    ("earlier", "again"), [(False, 1), (True, 0)], ids=["first-other", "later-same"]
-)
-async def test_killed_publisher_otherwise(
-    tmp_path: Path, point: str, earlier: bool, again: int
-) -> None:
-    """The other half of the matrix."""
-    await _kill(tmp_path, point, earlier, again)
-
-
-@pytest.mark.long
-async def test_killed_again_and_again(tmp_path: Path) -> None:
+async def test_killed_again_and_again(home: House) -> None:
     """Publishers that die one after the other, each at another point, leave one clean channel."""
     luck = _seed()
     order = luck.sample(PUBLISH, len(PUBLISH))[:5]
     print(f"order {order}")
-    async with house(tmp_path) as home:
-        for point in order:
-            with start(
-                "publisher",
-                fault=f"{point}:kill",
-                versions=[(number, 0) for number in range(20)],
-                way="whole",
-                retention={},
-                **home.where(),
-            ) as victim:
-                await _go(victim)
-                assert await victim.killed() == point
-        async with home.publisher() as last:
-            assert home.leftovers() == []
-            assert home.folders() == await home.committed()
-            number = await last.next_version()
-            assert number == order.count(COMMITTED)
-            await publish(last, number, 1)
-            assert await home.read() == (number, 1)
+    for point in order:
+        versions = [(number, 0) for number in range(20)]
+        kill = f"{point}:kill"
+        with home.start("publisher", fault=kill, versions=versions, way="whole") as victim:
+            await _go(victim)
+            assert await victim.killed() == point
+    async with home.publisher() as last:
+        assert home.leftovers() == []
+        assert home.folders() == await home.committed()
+        number = await last.next_version()
+        assert number == order.count(COMMITTED)
+        await publish(last, number, 1)
+        assert await home.read() == (number, 1)
 
 
 # ---- stopped, and replaced meanwhile -----------------------------------------------
@@ -160,44 +136,37 @@ async def _outcome(kid: Kid) -> str:
 
 
 @pytest.mark.parametrize("point", PUBLISH)
-async def test_stopped_and_replaced(tmp_path: Path, point: str) -> None:
+async def test_stopped_and_replaced(home: House, point: str) -> None:
     """A publisher that sleeps while another takes over wakes up fenced, and does no harm.
 
     The number it was publishing is published by the successor with other contents. Those
     stay as they are, byte for byte. The old one is told `Fenced`, now and ever after.
     """
-    async with house(tmp_path) as home:
-        async with home.publisher() as first:
-            await publish(first, 6, 0, "ranks")
-        with start(
-            "publisher",
-            fault=f"{point}:stop",
-            versions=[(7, 0), (8, 0), (9, 0)],
-            way="ranks",
-            retention={},
-            **home.where(),
-        ) as old:
-            await _go(old)
-            assert await old.stopped() == point
-            async with home.publisher() as new:
-                flavour = 1
-                if point == COMMITTED:  # then it is too late for other contents
-                    flavour = 0
-                    with pytest.raises(Mistake, match="other contents"):
-                        await publish(new, 7, 1)
-                else:
-                    await publish(new, 7, 1, "ranks")
-                right = home.bytes_of(7)
-                old.child.signal(signal.SIGCONT)
-                assert await _outcome(old) == ("" if point == COMMITTED else "Fenced")
-                assert [await _outcome(old), await _outcome(old)] == ["Fenced", "Fenced"]
-                await old.ahear("done")
-                assert home.bytes_of(7) == right
-                await publish(new, 8, 1)  # the old one has not taken anything back
-                assert await home.read_all() == [(7, flavour), (8, 1)]
-                await new.sweep()
-            assert home.folders() == [7, 8]
-            assert home.leftovers() == []
+    async with home.publisher() as first:
+        await publish(first, 6, 0, "ranks")
+    versions = [(7, 0), (8, 0), (9, 0)]
+    with home.start("publisher", fault=f"{point}:stop", versions=versions) as old:
+        await _go(old)
+        assert await old.stopped() == point
+        async with home.publisher() as new:
+            flavour = 1
+            if point == COMMITTED:  # then it is too late for other contents
+                flavour = 0
+                with pytest.raises(Mistake, match="other contents"):
+                    await publish(new, 7, 1)
+            else:
+                await publish(new, 7, 1, "ranks")
+            right = home.bytes_of(7)
+            old.child.signal(signal.SIGCONT)
+            assert await _outcome(old) == ("" if point == COMMITTED else "Fenced")
+            assert [await _outcome(old), await _outcome(old)] == ["Fenced", "Fenced"]
+            await old.ahear("done")
+            assert home.bytes_of(7) == right
+            await publish(new, 8, 1)  # the old one has not taken anything back
+            assert await home.read_all() == [(7, flavour), (8, 1)]
+            await new.sweep()
+        assert home.folders() == [7, 8]
+        assert home.leftovers() == []
 
 
 @pytest.mark.long
@@ -209,13 +178,12 @@ async def test_both_stopped(tmp_path: Path, point: str) -> None:
         folder = tmp_path / second
         folder.mkdir()
         async with house(folder) as home:
-            one = {"way": "ranks", "retention": {}, **home.where()}
-            with start("publisher", fault=f"{point}:stop", versions=[(7, 0)], **one) as old:
+            with home.start("publisher", fault=f"{point}:stop", versions=[(7, 0)]) as old:
                 await _go(old)
                 await old.stopped()
                 known = point == COMMITTED
                 versions = [(8, 1)] if known else [(7, 1)]
-                with start("publisher", fault=f"{second}:stop", versions=versions, **one) as new:
+                with home.start("publisher", fault=f"{second}:stop", versions=versions) as new:
                     await _go(new)
                     await new.stopped()
                     old.child.signal(signal.SIGCONT)
@@ -228,22 +196,21 @@ async def test_both_stopped(tmp_path: Path, point: str) -> None:
                 assert home.folders() == await home.committed()
 
 
-async def test_an_emptied_folder_is_no_obstacle(tmp_path: Path) -> None:
+async def test_an_emptied_folder_is_no_obstacle(home: House) -> None:
     """What is left when somebody dies while clearing a folder away is cleared away too."""
-    async with house(tmp_path) as home:
-        async with home.publisher() as first:
-            await publish(first, 6)
-            for number in (5, 7, 8):
-                (home.base / f"step_{number}").mkdir()
-            await publish(first, 7)
-        async with home.publisher():
-            assert home.folders() == [6, 7]
-        assert await home.read_all() == [(6, 0), (7, 0)]
+    async with home.publisher() as first:
+        await publish(first, 6)
+        for number in (5, 7, 8):
+            (home.base / f"step_{number}").mkdir()
+        await publish(first, 7)
+    async with home.publisher():
+        assert home.folders() == [6, 7]
+    assert await home.read_all() == [(6, 0), (7, 0)]
 
 
-async def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
+async def test_somebody_elses_folder_is_not_touched(home: House) -> None:
     """A folder that holds other people's files is left alone, and publishing says so."""
-    async with house(tmp_path) as home, home.publisher() as publisher:
+    async with home.publisher() as publisher:
         (home.base / "step_3").mkdir()
         (home.base / "step_3" / "model.safetensors").write_bytes(b"precious")
         with pytest.raises(Mistake, match="in the way"):
@@ -254,23 +221,9 @@ async def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
         assert home.bytes_of(3) == {"model.safetensors": b"precious"}
 
 
-async def test_fenced_stays_fenced(tmp_path: Path) -> None:
-    """Whoever was replaced never takes the channel back by trying again."""
-    async with house(tmp_path) as home, home.publisher() as old:
-        await publish(old, 1)
-        async with home.publisher() as new:
-            for number in (2, 2, 3):
-                with pytest.raises(Fenced):
-                    await publish(old, number)
-            await publish(new, 2)
-            with pytest.raises(Fenced):
-                await publish(old, 3)
-            await publish(new, 3)
-
-
-async def test_begun_and_never_finished(tmp_path: Path) -> None:
+async def test_begun_and_never_finished(home: House) -> None:
     """A draft that was given up goes when its number can no longer be published."""
-    async with house(tmp_path) as home, home.publisher() as publisher:
+    async with home.publisher() as publisher:
         ticket = await publisher.begin(1)
         other = await publisher.begin(1)
         later = await publisher.begin(3)
@@ -353,14 +306,13 @@ TRACED += ",unlink,unlinkat,mkdir,mkdirat"
 
 
 @pytest.mark.parametrize("way", ["whole", "ranks"])
-async def test_the_order_of_publishing(tmp_path: Path, way: str) -> None:
+async def test_the_order_of_publishing(home: House, way: str) -> None:
     """As strace sees it: files and draft synced, renamed, parent synced, marked, recorded.
 
     Each step ends before the next begins, so wherever power fails, what a reader can find
     is whole. Files that are shared with the parent are links to files synced long ago.
     """
-    async with house(tmp_path) as home:
-        _check_order(await _trace(home, way), str(home.base), way)
+    _check_order(await _trace(home, way), str(home.base), way)
 
 
 def _check_order(calls: list[Call], base: str, way: str) -> None:
@@ -405,9 +357,7 @@ async def _trace(home: House, way: str) -> list[Call]:
     under = [need_strace(), "-f", "-y", "-s", "1000000", "-e", f"trace={TRACED}", "-o", str(trace)]
     async with home.publisher() as first:
         await publish(first, 6, 0, way)
-    with start(
-        "publisher", under=under, versions=[(7, 0)], way=way, retention={}, **home.where()
-    ) as child:
+    with home.start("publisher", under=under, versions=[(7, 0)], way=way) as child:
         await _go(child)
         assert await _outcome(child) == ""
         await child.ahear("done")
@@ -425,9 +375,7 @@ async def _fails(home: House, inject: list[str], way: str = "ranks") -> int:
         await publish(first, 6, 0, "ranks")
     tries = [(7, flavour) for flavour in range(9)]
     under = [need_strace(), "-f", "-o", "/dev/null", "-e", "trace=fsync", *inject]
-    with start(
-        "publisher", under=under, versions=tries, way=way, retention={}, **home.where()
-    ) as child:
+    with home.start("publisher", under=under, versions=tries, way=way) as child:
         opened = await child.ahear("ready")
         if opened["error"]:
             assert opened["error"] == "Unavailable"
@@ -475,33 +423,28 @@ async def test_failing_fsync_of_any_file(tmp_path: Path) -> None:
     assert failed >= 2
 
 
-async def test_trouble_after_the_commit_is_no_failure(tmp_path: Path) -> None:
+async def test_trouble_after_the_commit_is_no_failure(home: House) -> None:
     """Once a version exists, a sweep that fails does not make `publish` say otherwise."""
-    async with house(tmp_path) as home:
-        with start(
-            "publisher",
-            fault="weights.sweep.decided:raise=OSError(EIO)@1",
-            versions=[(1, 0), (2, 0), (3, 0)],
-            way="whole",
-            retention={"keep_last": 1},
-            **home.where(),
-        ) as child:
-            await _go(child)
-            outcomes = [await child.ahear("outcome") for _ in range(3)]
-            assert [one["error"] for one in outcomes] == ["", "", ""], outcomes
-            assert child.fired() == "weights.sweep.decided"
-        assert await home.committed() == home.folders() == [3]
+    fault = "weights.sweep.decided:raise=OSError(EIO)@1"
+    versions = [(1, 0), (2, 0), (3, 0)]
+    with home.start(
+        "publisher", fault=fault, versions=versions, way="whole", keep_last=1
+    ) as child:
+        await _go(child)
+        outcomes = [await child.ahear("outcome") for _ in range(3)]
+        assert [one["error"] for one in outcomes] == ["", "", ""], outcomes
+        assert child.fired() == "weights.sweep.decided"
+    assert await home.committed() == home.folders() == [3]
 
 
-async def test_a_damaged_leftover_does_not_keep_us_from_opening(tmp_path: Path) -> None:
+async def test_a_damaged_leftover_does_not_keep_us_from_opening(home: House) -> None:
     """A folder beyond the newest version whose manifest cannot be read is not ours to judge."""
-    async with house(tmp_path) as home:
-        async with home.publisher() as first:
-            await publish(first, 1)
-        (home.base / "step_2").mkdir()
-        (home.base / "step_2" / "holdfast.json").write_bytes(b"{}")
-        async with home.publisher() as second:
-            with contextlib.suppress(Mistake):
-                await publish(second, 2)
-            assert isinstance(await publish(second, 3), Version)
-        assert await home.read() == (3, 0)
+    async with home.publisher() as first:
+        await publish(first, 1)
+    (home.base / "step_2").mkdir()
+    (home.base / "step_2" / "holdfast.json").write_bytes(b"{}")
+    async with home.publisher() as second:
+        with contextlib.suppress(Mistake):
+            await publish(second, 2)
+        assert isinstance(await publish(second, 3), Version)
+    assert await home.read() == (3, 0)

@@ -86,31 +86,17 @@ class Race:
 
     def loader(self, name: str, plan: Plan) -> Kid:
         """Start one more loader."""
-        self.loaders[name] = kid = self._stack.enter_context(
-            start(
-                "loader",
-                name=name,
-                needs=plan.needs,
-                lease_s=LEASE_S,
-                load_s=plan.factor * self.step_s,
-                way=plan.way,
-                last=self.steps,
-                **self.home.where(),
-            )
-        )
+        load_s = plan.factor * self.step_s
+        how = {"needs": plan.needs, "way": plan.way, "load_s": load_s, "last": self.steps}
+        started = self.home.start("loader", name=name, lease_s=LEASE_S, **how)
+        self.loaders[name] = kid = self._stack.enter_context(started)
         return kid
 
     def trainer(self, **retention: Any) -> Kid:
         """Start the trainer."""
-        return self._stack.enter_context(
-            start(
-                "trainer",
-                steps=self.steps,
-                step_s=self.step_s,
-                retention={"keep_last": 1, **retention},
-                **self.home.where(),
-            )
-        )
+        times = {"steps": self.steps, "step_s": self.step_s}
+        kept = {"keep_last": 1, **retention}
+        return self._stack.enter_context(self.home.start("trainer", retention=kept, **times))
 
     async def go(self, trainer: Kid) -> None:
         """Let everybody begin at once."""

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from holdfast.errors import Fenced, Mistake, Unavailable, UnknownOutcome
-from holdfast.ledger import Compare, Delete, LiveRuntime, Op, Put, Txn, absent
+from holdfast.ledger import Compare, Delete, Ledger, LiveRuntime, Op, Put, Txn, absent
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import decode
-from holdfast.timeouts import DEFAULTS
 from holdfast.weights import Publisher, Retention, Subscriber, Version, write_part
 from holdfast.weights.book import View
 from holdfast.weights.channel import Channel
@@ -26,17 +24,14 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
-from weights.ledgers import Flaky
+from weights.family import House, fill, foreign, until, weights
+from weights.ledgers import Lossy, Played, Send
 
 LIMIT_S = HANG_S
 LAST_ONE = Retention(keep_last=1)
 
 
-def weights(number: int) -> dict[str, Any]:
-    return {"w": np.full(8, number)}
-
-
-async def read(root: Path, ledger: MemoryLedger | None, version: int) -> int:
+async def read(root: str | Path, ledger: Ledger | None, version: int) -> int:
     """What a consumer finds under a number."""
     async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
         return int(pin.numpy("w")[0])
@@ -46,48 +41,26 @@ async def read(root: Path, ledger: MemoryLedger | None, version: int) -> int:
 
 
 class Unswept(Publisher):
-    """A publisher whose sweeps behind a commit find the ledger away."""
-
-    ledger: Flaky
+    """A publisher whose sweeps behind a commit fail."""
 
     async def _tidy(self, step: int) -> None:
-        self.ledger.blind = True
-        await super()._tidy(step)
-        self.ledger.blind = False
+        """As if the ledger, or the disk, were away."""
 
 
 @pytest.mark.parametrize("newer", [0, 1], ids=["the same number", "a newer number"])
 async def test_a_ticket_of_what_was_published_since_harms_nothing(
-    tmp_path: Path, newer: int
+    world: House, newer: int
 ) -> None:
     """A version begun twice is published once, also when nobody swept the second draft."""
-    async with Flaky() as ledger, Unswept(tmp_path, ledger) as publisher:
-        publisher.ledger = ledger
+    async with Unswept(world.root, world.ledger) as publisher:
         late = await publisher.begin(5)
         await write_part(LocalDisk(), late, 0, weights(1))
         await publisher.publish(5 + newer, weights(2))
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(Mistake, match="begin"):
                 await publisher.finish(late, 1)
-        assert await read(tmp_path, ledger, 5 + newer) == 2
-
-
-@pytest.mark.parametrize("newer", [0, 1])
-async def test_a_late_ticket_without_a_ledger(tmp_path: Path, newer: int) -> None:
-    """The same with marker files, where the folder is all there is."""
-
-    class Untidy(Publisher):
-        async def _tidy(self, step: int) -> None:
-            """As if the sweep had failed."""
-
-    async with Untidy(tmp_path, None) as publisher:
-        late = await publisher.begin(5)
-        await write_part(LocalDisk(), late, 0, weights(1))
-        await publisher.publish(5 + newer, weights(2))
-        with pytest.raises(Mistake, match="begin"):
-            await publisher.finish(late, 1)
-        assert await read(tmp_path, None, 5 + newer) == 2
-        assert newer == 0 or not (tmp_path / "policy/step_5").exists()
+        assert await read(world.root, world.ledger, 5 + newer) == 2
+        assert world.folders() == [5 + newer]
 
 
 # ---- what is acknowledged is kept -----------------------------------------------------
@@ -141,10 +114,8 @@ async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path
             ledger.told.set()
             await acknowledging
             ledger.mute = False
-            while subscriber.seat_id == first:
-                await asyncio.sleep(0.01)
-        for step in (1, 2):
-            await publisher.publish(step, weights(step))
+            await until(lambda: subscriber.seat_id != first)
+        await fill(publisher, 1, 2)
         found = (await ledger.range(publisher._channel.keys.consumers)).entries
         assert [decode(Consumer, entry).acknowledged for entry in found] == [0]
         assert (tmp_path / "policy/step_0").exists()
@@ -153,25 +124,9 @@ async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path
 # ---- doubt ----------------------------------------------------------------------------
 
 
-class Doubtful(Flaky):
-    """Takes what is written under a key, and is away before it has answered."""
-
-    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
-    lose = ""
-
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        answer = await super()._txn(compare, then, otherwise)
-        if self.lose and any(op.key.endswith(self.lose) for op in then):
-            self.lose, self.away = "", True
-            raise UnknownOutcome("no answer")
-        return answer
-
-
 async def test_a_publisher_is_not_fenced_by_itself(tmp_path: Path) -> None:
     """Doubt about taking over again, after doubt about a commit: nobody else was there."""
-    async with Doubtful() as ledger, Publisher(tmp_path, ledger) as publisher:
+    async with Lossy("answer") as ledger, Publisher(tmp_path, ledger) as publisher:
         ledger.lose = "/head"
         with pytest.raises(UnknownOutcome):
             await publisher.publish(0, weights(0))
@@ -184,25 +139,22 @@ async def test_a_publisher_is_not_fenced_by_itself(tmp_path: Path) -> None:
         await publisher.publish(1, weights(1))
 
 
-class Expired(MemoryLedger):
+class Expired(Played):
     """Takes a commit whose answer is lost; then the publisher's guard goes before it looks."""
 
     armed = False
-    late: Any = None
+    late: Send | None = None
 
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        if any(op.key.endswith("/head") for op in then):
+    async def play(self, keys: list[str], send: Send) -> Txn:
+        if any(key.endswith("/head") for key in keys):
             if self.armed:
-                self.armed, send = False, super()._txn
-                self.late = lambda: send(compare, then, otherwise)
+                self.armed, self.late = False, send
                 raise UnknownOutcome("no answer")
             if self.late:
                 assert (await self.late()).succeeded
                 self.late = None
-                await super()._txn((), [Put("/guard", b"2")], ())
-        return await super()._txn(compare, then, otherwise)
+                await self.txn((), [Put("/guard", b"2")], ())
+        return await send()
 
 
 async def test_what_was_committed_keeps_its_marker(tmp_path: Path) -> None:
@@ -294,8 +246,7 @@ async def test_what_cannot_be_removed_does_not_stop_publishing(tmp_path: Path) -
         deep.mkdir(parents=True)
         draft = root / "policy/.holdfast/drafts/e0-0-ab"
         draft.mkdir()
-        for step in (1, 2, 3):
-            await publisher.publish(step, weights(step))
+        await fill(publisher, 1, 2, 3)
         assert sorted(one.name for one in root.glob("policy/step_*")) == ["step_3"]
         assert not draft.exists()
         async with Publisher(root, ledger) as second:
@@ -356,26 +307,17 @@ async def test_a_publisher_with_the_wrong_book_touches_nothing(tmp_path: Path, o
 # ---- damage ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
-async def test_the_newest_that_is_not_damaged_is_never_swept(
-    tmp_path: Path, kept_with: str
-) -> None:
+async def test_the_newest_that_is_not_damaged_is_never_swept(world: House) -> None:
     """When newer ones are marked, the newest without a mark is what there is to load."""
-    async with MemoryLedger() as memory:
-        ledger = memory if kept_with == "ledger" else None
-        async with Publisher(tmp_path, ledger, retention=Retention(keep_last=2)) as publisher:
-            for step in range(3):
-                await publisher.publish(step, weights(step))
-            await publisher._book.mark(2, "a byte was changed by hand")
-        async with Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher:
-            await publisher.sweep()
-            async with (
-                Subscriber(tmp_path, ledger, consumer="late") as subscriber,
-                subscriber.pin() as pin,
-            ):
-                assert pin.number == 1
-            await publisher.publish(3, weights(3))
-        assert sorted(one.name for one in tmp_path.glob("policy/step_*")) == ["step_3"]
+    async with world.publisher(keep_last=2) as publisher:
+        await fill(publisher, *range(3))
+        await publisher._book.mark(2, "a byte was changed by hand")
+    async with world.publisher(keep_last=1) as publisher:
+        await publisher.sweep()
+        async with world.subscriber("late") as subscriber, subscriber.pin() as pin:
+            assert pin.number == 1
+        await publisher.publish(3, weights(3))
+    assert world.folders() == [3]
 
 
 async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
@@ -384,8 +326,7 @@ async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
         MemoryLedger() as ledger,
         Publisher(tmp_path, ledger, retention=Retention(keep_last=2)) as publisher,
     ):
-        for step in range(2):
-            await publisher.publish(step, weights(step))
+        await fill(publisher, *range(2))
         book = publisher._book
         view = await book.view()
         await book.mark(1, "a byte was changed by hand")
@@ -396,41 +337,17 @@ async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
 # ---- those who are not asked any more -------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["publish", "begin", "sweep"])
-@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
-async def test_a_replaced_publisher_sweeps_nothing(
-    tmp_path: Path, what: str, kept_with: str
-) -> None:
+async def test_a_replaced_publisher_sweeps_nothing(world: House) -> None:
     """What is kept is the policy of whoever publishes now, not of somebody who was replaced."""
-    async with MemoryLedger() as memory:
-        ledger = memory if kept_with == "ledger" else None
-        async with (
-            Publisher(tmp_path, ledger, retention=LAST_ONE) as old,
-            Publisher(tmp_path, ledger, retention=Retention(keep_last=3)) as new,
-        ):
-            for step in range(3):
-                await new.publish(step, weights(step))
+    async with world.publisher(keep_last=1) as old, world.publisher(keep_last=3) as new:
+        await fill(new, *range(3))
+        for act in (old.publish(9, weights(9)), old.begin(9), old.sweep()):
             with pytest.raises(Fenced):
-                match what:
-                    case "publish":
-                        await old.publish(9, weights(9))
-                    case "begin":
-                        await old.begin(9)
-                    case "sweep":
-                        await old.sweep()
-            for step in range(3):
-                assert await read(tmp_path, ledger, step) == step
+                await act
+            assert world.folders() == [0, 1, 2]
 
 
 # ---- trainers that are not ours -------------------------------------------------------
-
-
-def foreign(root: Path, number: int) -> None:
-    """What another trainer writes."""
-    folder = root / f"policy/step_{number}"
-    folder.mkdir(parents=True, exist_ok=True)
-    safetensors.numpy.save_file(weights(number), folder / "model.safetensors")
-    (folder / "STABLE").touch()
 
 
 class Rewritten(MarkerBook):
@@ -445,20 +362,20 @@ class Rewritten(MarkerBook):
             return await super().view()
         marker.unlink()
         found = await super().view()
-        foreign(self.root, self.number)
+        foreign(self.root / "policy", self.number)
         self.number = 0
         return found
 
 
 async def test_a_version_that_is_written_again_is_not_missed(tmp_path: Path) -> None:
     """Whoever looked while it was not there looks again, though its number is the same."""
-    foreign(tmp_path, 5)
+    foreign(tmp_path / "policy", 5)
     subscriber = Subscriber(tmp_path, None)
     book = Rewritten(LiveRuntime(MemoryLedger()), LocalDisk(), subscriber.channel.layout, "reader")
     book.root = tmp_path
     subscriber._book = book
     async with subscriber:
-        foreign(tmp_path, 6)
+        foreign(tmp_path / "policy", 6)
         book.number = 6
         assert (await subscriber.wait_newer(5, LIMIT_S)).version == 6
         assert not book.number
@@ -466,7 +383,7 @@ async def test_a_version_that_is_written_again_is_not_missed(tmp_path: Path) -> 
 
 async def test_a_folder_that_another_trainer_has_just_made_stays(tmp_path: Path) -> None:
     """Nobody knows whose an empty folder is."""
-    foreign(tmp_path, 1)
+    foreign(tmp_path / "policy", 1)
     channel = Channel(tmp_path, None, "policy")
     await channel.make()
     for number in (0, 2):
@@ -486,7 +403,7 @@ async def test_names_that_mean_nothing_are_no_numbers(tmp_path: Path) -> None:
 # ---- cancelled ------------------------------------------------------------------------
 
 
-class Slow(MemoryLedger):
+class Slow(Played):
     """Takes what a consumer writes, and answers when it is let."""
 
     def __init__(self) -> None:
@@ -494,11 +411,9 @@ class Slow(MemoryLedger):
         self.holding = False
         self.taken = asyncio.Event()
 
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        answer = await super()._txn(compare, then, otherwise)
-        if self.holding and any("/consumers/" in op.key for op in then):
+    async def play(self, keys: list[str], send: Send) -> Txn:
+        answer = await send()
+        if self.holding and any("/consumers/" in key for key in keys):
             self.holding = False
             self.taken.set()
             await asyncio.Event().wait()
@@ -532,12 +447,10 @@ async def test_an_unreadable_version_or_consumer_concerns_itself(tmp_path: Path)
     keys = Keys("default", "policy")
     book = LedgerBook(LiveRuntime(ledger), keys, "x")
     async with Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher:
-        await publisher.publish(1, weights(1))
-        await publisher.publish(2, weights(2))
+        await fill(publisher, 1, 2)
         await ledger.txn([], [Put(keys.consumer("odd", 7), b"?"), Put(keys.version(2), b"[")])
         async with Subscriber(tmp_path, ledger, consumer="other"):
-            await publisher.publish(3, weights(3))
-            await publisher.publish(4, weights(4))
+            await fill(publisher, 3, 4)
             view = await book.view()
             assert set(view.versions) == {2, 3, 4}
             assert set(view.marks) == {2}

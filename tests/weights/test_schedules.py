@@ -1,14 +1,11 @@
 """Schedules that a simulation finds too rarely, played step by step."""
 
-from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from holdfast.errors import Unavailable
-from holdfast.ledger import Compare, Entry, Op, Txn
+from holdfast.ledger import Entry, Txn
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.channel import Channel
@@ -17,28 +14,23 @@ from holdfast.weights.local import LocalDisk
 from holdfast.weights.manifest import MARKER, STABLE
 from holdfast.weights.sweep import clear
 from holdfast.weights.writing import Ticket
+from weights.family import fill, weights
+from weights.ledgers import Played, Send
 
 
-def weights(number: int) -> dict[str, Any]:
-    return {"w": np.full(8, number)}
-
-
-class Interrupted(MemoryLedger):
+class Interrupted(Played):
     """Something happens between a consumer's look at the head and its joining."""
 
     publisher: Publisher | None = None
     interruptions = 0
 
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        publisher, joining = self.publisher, any("/consumers/" in op.key for op in then)
-        if publisher is not None and joining:
+    async def play(self, keys: list[str], send: Send) -> Txn:
+        publisher = self.publisher
+        if publisher is not None and any("/consumers/" in key for key in keys):
             self.publisher = None
             self.interruptions += 1
-            for number in (1, 2, 3):
-                await publisher.publish(number, weights(number))
-        return await super()._txn(compare, then, otherwise)
+            await fill(publisher, 1, 2, 3)
+        return await send()
 
 
 async def test_a_consumer_joins_at_the_head_of_that_moment(tmp_path: Path) -> None:
@@ -102,20 +94,17 @@ async def test_a_folder_that_is_being_emptied_cannot_be_marked(tmp_path: Path) -
         assert view.versions == {}
 
 
-class Repeating(MemoryLedger):
+class Repeating(Played):
     """Delivers a consumer's writes again, long after they were answered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.again: list[Callable[[], Coroutine[Any, Any, Txn]]] = []
+        self.again: list[Send] = []
 
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        if any("/consumers/" in op.key for op in then):
-            send = super()._txn
-            self.again.append(lambda: send(compare, then, otherwise))
-        return await super()._txn(compare, then, otherwise)
+    async def play(self, keys: list[str], send: Send) -> Txn:
+        if any("/consumers/" in key for key in keys):
+            self.again.append(send)
+        return await send()
 
 
 async def test_a_call_that_arrives_twice_does_not_undo_a_newer_one(tmp_path: Path) -> None:
@@ -137,8 +126,7 @@ async def test_a_version_is_staged_for_a_fleet_before_a_sweep_takes_it(tmp_path:
     from holdfast.weights import Fleet
 
     async with MemoryLedger() as ledger, Publisher(tmp_path, ledger) as publisher:
-        for number in (0, 1, 2):
-            await publisher.publish(number, weights(number))
+        await fill(publisher, 0, 1, 2)
         view = await publisher._book.view()
         assert sorted(view.versions) == [1, 2]
         async with Fleet(ledger) as fleet:

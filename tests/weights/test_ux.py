@@ -4,24 +4,23 @@ what happened and what to do, and does not look as if it had done what it has no
 import asyncio
 import contextlib
 import errno
-import io
+import functools
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from holdfast import ledger, proc, servers
-from holdfast.cli import main
 from holdfast.errors import (
     Denied,
     Fenced,
@@ -31,7 +30,7 @@ from holdfast.errors import (
     TimedOut,
     UnknownOutcome,
 )
-from holdfast.ledger import Compare, Op, Put, Txn
+from holdfast.ledger import Compare, Put
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights import (
@@ -46,30 +45,21 @@ from holdfast.weights import (
 )
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
-from weights.ledgers import Flaky
+from weights import family
+from weights.command import rows, run
+from weights.family import refused
+from weights.ledgers import Lossy
 
 LIMIT_S = HANG_S
 EVERYTHING = Retention(keep_last=99)
+weights = functools.partial(family.weights, items=500)
 POWERLESS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 
-def weights(number: int) -> dict[str, Any]:
-    return {"w": np.full(500, number)}
-
-
-def run(*args: str, code: int = 0) -> str:
-    """The command's own `main`, here; returns what it said."""
-    out = io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(out),
-        pytest.raises(SystemExit) as end,
-    ):
-        patch.setattr(sys, "argv", ["holdfast", *args])
-        main()
-    assert end.value.code == code, out.getvalue()
-    return out.getvalue()
+@pytest.fixture(params=["sqlite", "markers"])
+def where(request: pytest.FixtureRequest, url: str) -> str | None:
+    """The URL of a ledger, or None for marker files."""
+    return url if request.param == "sqlite" else None
 
 
 def powerless(*args: str) -> subprocess.CompletedProcess[str]:
@@ -103,16 +93,6 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/ledger.db"
 
 
-def foreign(folder: Path, count: int) -> str:
-    """What a trainer that is not ours leaves behind."""
-    for number in range(count):
-        step = folder / f"step_{number}"
-        step.mkdir(parents=True)
-        safetensors.numpy.save_file({"a": np.ones(3)}, step / "model.safetensors")
-        (step / "STABLE").touch()
-    return str(folder)
-
-
 # ---- the wrong book -------------------------------------------------------------------
 
 
@@ -125,9 +105,7 @@ async def test_a_consumer_with_the_other_kind_of_book_is_refused(
         right, wrong = (memory, None) if kept_with == "ledger" else (None, memory)
         async with Publisher(tmp_path, right) as publisher:
             await publisher.publish(0, weights(0))
-        with pytest.raises(Mistake, match="one book"):
-            async with Subscriber(tmp_path, wrong):
-                pass
+        await refused(Subscriber(tmp_path, wrong), Mistake, "one book")
 
 
 # ---- sweeping -------------------------------------------------------------------------
@@ -152,20 +130,6 @@ def test_a_sweep_counts_only_what_it_removed(tmp_path: Path, url: str) -> None:
     assert len(list((tmp_path / "policy").glob("step_*"))) == 3
     row = json.loads(run(*words, "--json"))
     assert (row["freed_bytes"], row["beyond"]) == (0, [0, 1, 2])
-
-
-def test_a_sweep_frees_what_it_says(tmp_path: Path, url: str) -> None:
-    """The dry run and the real one tell the same number, and it is that of the disk."""
-    path = published(tmp_path, url, 4)
-
-    def used() -> int:
-        files = [one.stat() for one in Path(path).glob("step_*/*")]
-        return sum({one.st_ino: one.st_size for one in files}.values())
-
-    words = ("weights", "sweep", path, "--keep-last", "1", "--json")
-    told = json.loads(run(*words, "--dry-run"))["freed_bytes"]
-    before = used()
-    assert json.loads(run(*words))["freed_bytes"] == told == before - used() > 0
 
 
 @pytest.mark.parametrize("locked", ["", ".holdfast/trash", "step_0"])
@@ -200,17 +164,6 @@ def test_a_full_disk_does_not_keep_a_sweep_from_making_room(tmp_path: Path) -> N
 
 
 # ---- publishing -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
-async def test_a_replaced_publisher_is_told_so_first(tmp_path: Path, kept_with: str) -> None:
-    """Also when it publishes a number that its successor has used otherwise."""
-    async with MemoryLedger() as memory:
-        book = memory if kept_with == "ledger" else None
-        async with Publisher(tmp_path, book) as old, Publisher(tmp_path, book) as new:
-            await new.publish(0, weights(1))
-            with pytest.raises(Fenced):
-                await old.publish(0, weights(0))
 
 
 async def test_mistakes_are_called_mistakes(tmp_path: Path) -> None:
@@ -258,32 +211,16 @@ async def test_what_is_in_the_way_is_named(tmp_path: Path, what: str) -> None:
         await publisher.publish(0, weights(0))
 
 
-class Doubtful(Flaky):
-    """Loses the answer to the next commit, which it has carried out or not, and is away."""
-
-    timeouts = DEFAULTS.model_copy(update={"update_deadline_s": 0.1})
-    lose = ""
-
-    async def _txn(
-        self, compare: Sequence[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> Txn:
-        head = any(op.key.endswith("/head") for op in then)
-        if head and (self.lose or self.away):
-            if self.lose == "answer":
-                await super()._txn(compare, then, otherwise)
-            self.lose, self.away = "", True
-            raise UnknownOutcome("no answer")
-        return await super()._txn(compare, then, otherwise)
-
-
 @pytest.mark.parametrize("lose", ["call", "answer"])
-async def test_finish_can_be_called_again_after_doubt(tmp_path: Path, lose: str) -> None:
+async def test_finish_can_be_called_again_after_doubt(
+    tmp_path: Path, lose: Literal["call", "answer"]
+) -> None:
     """It says whether the version was published; nobody was fenced, so nobody has to stop."""
-    async with Doubtful() as led, Publisher(tmp_path, led) as publisher:
+    async with Lossy(lose) as led, Publisher(tmp_path, led) as publisher:
         for number in (0, 1):
             first = await publisher.begin(number)
             await write_part(LocalDisk(), first, 0, weights(number))
-            led.lose = lose
+            led.lose = "/head"
             with pytest.raises(UnknownOutcome):
                 await publisher.finish(first, 1)
             led.away = False
@@ -330,8 +267,8 @@ async def test_a_full_disk_names_who_holds_what(tmp_path: Path) -> None:
         Full(tmp_path, led, retention=Retention(keep_last=1)) as publisher,
         Subscriber(tmp_path, led, consumer="slow"),
     ):
-        await publisher.publish(0, weights(0))
-        await publisher.publish(1, weights(1))
+        for number in (0, 1):
+            await publisher.publish(number, weights(number))
         with pytest.raises(NoRoom, match=r"No space left.*slow holds 0 \(4\.\d KiB\)"):
             await publisher.publish(2, weights(2))
 
@@ -350,8 +287,8 @@ async def test_a_publisher_that_waits_says_so(
         Subscriber(tmp_path, led, consumer="stuck") as stuck,
     ):
         with caplog.at_level(logging.WARNING, "holdfast"):
-            await publisher.publish(0, weights(0))
-            await publisher.publish(1, weights(1))
+            for number in (0, 1):
+                await publisher.publish(number, weights(number))
             waiting = asyncio.create_task(publisher.publish(2, weights(2)))
             while len(caplog.records) < 3:
                 await asyncio.sleep(0.01)
@@ -384,12 +321,8 @@ def test_who_waits_at_the_wrong_place_is_told_where(
     assert not (tmp_path / "polcy").exists()
 
 
-@pytest.mark.parametrize("kept_with", ["sqlite", "markers"])
-def test_who_finds_only_damaged_versions_is_told_so(
-    tmp_path: Path, url: str, kept_with: str
-) -> None:
+def test_who_finds_only_damaged_versions_is_told_so(tmp_path: Path, where: str | None) -> None:
     """That is not the same as nothing having been published."""
-    where = url if kept_with == "sqlite" else None
     path = published(tmp_path, where, 2)
     for shard in Path(path).glob("step_*/*.safetensors"):
         shard.write_bytes(b"x")
@@ -440,10 +373,8 @@ async def test_a_consumer_goes_on_trying_to_come_back(
 # ---- without an event loop ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept_with", ["sqlite", "markers"])
-def test_the_same_calls_without_an_event_loop(tmp_path: Path, url: str, kept_with: str) -> None:
+def test_the_same_calls_without_an_event_loop(tmp_path: Path, where: str | None) -> None:
     """Ranks, shard sizes and guards for the publisher; `stage` and `check` on the pin."""
-    where = url if kept_with == "sqlite" else None
     guards: list[Compare] = []
     if where:
         with ledger.open_sync(where) as led:
@@ -454,8 +385,8 @@ def test_the_same_calls_without_an_event_loop(tmp_path: Path, url: str, kept_wit
         open_subscriber(tmp_path, where) as subscriber,
     ):
         ticket = publisher.begin(0, new_bytes=8000)
-        sent = json.loads(json.dumps(_as_json(ticket)))
-        publisher.write_part(_from_json(sent), 0, {"a": np.ones(1000)})
+        sent = msgspec.json.decode(msgspec.json.encode(ticket), type=Ticket)
+        publisher.write_part(sent, 0, {"a": np.ones(1000)})
         publisher.write_part(ticket, 1, {"b": np.ones(1000)})
         assert publisher.finish(ticket, 2, files={"config.json": b"{}"}).version == 0
         with subscriber.pin() as pin:
@@ -479,25 +410,7 @@ def test_the_same_calls_without_an_event_loop(tmp_path: Path, url: str, kept_wit
                 publisher.publish(1, {"a": np.ones(1)})
 
 
-def _as_json(ticket: Ticket) -> Any:
-    import msgspec
-
-    return json.loads(msgspec.json.encode(ticket))
-
-
-def _from_json(sent: Any) -> Ticket:
-    import msgspec
-
-    return msgspec.json.decode(json.dumps(sent).encode(), type=Ticket)
-
-
 # ---- commands -------------------------------------------------------------------------
-
-
-def test_verify_of_what_nobody_knows_is_not_green(tmp_path: Path, url: str) -> None:
-    """A run that is not there has no versions that could be damaged."""
-    path = published(tmp_path, url)
-    assert "knows nothing of the channel" in run("weights", "verify", path, "--run", "x", code=2)
 
 
 def test_who_may_only_read_can_look(tmp_path: Path) -> None:
@@ -514,12 +427,10 @@ def test_who_may_only_read_can_look(tmp_path: Path) -> None:
         assert result.returncode == Denied.exit_code
 
 
-@pytest.mark.parametrize("kept_with", ["sqlite", "markers"])
 def test_what_was_given_up_and_is_still_there_is_a_leftover(
-    tmp_path: Path, url: str, kept_with: str
+    tmp_path: Path, where: str | None
 ) -> None:
     """It is not damaged: nobody is to mend it, and `verify` is green."""
-    where = url if kept_with == "sqlite" else None
     published(tmp_path, where)
 
     code = f"""
@@ -530,8 +441,8 @@ open_publisher({str(tmp_path)!r}, {where!r}, "policy", Retention(keep_last=1))
     killed = subprocess.run([sys.executable, "-c", code], env=plan, check=False)
     assert killed.returncode == -9
     path = str(tmp_path / "policy")
-    rows = [json.loads(line) for line in run("weights", "ls", path, "--json").splitlines()]
-    states = {row["version"]: row["state"] for row in rows if row["type"] == "version"}
+    found = rows("weights", "ls", path, only="version")
+    states = {row["version"]: row["state"] for row in found}
     assert states == {0: "leftover", 1: "published", 2: "published"}
     (tmp_path / "policy/step_0/model.safetensors").unlink()
     text = run("weights", "verify", path)
@@ -543,7 +454,9 @@ open_publisher({str(tmp_path)!r}, {where!r}, "policy", Retention(keep_last=1))
 
 def test_the_folder_of_another_trainer_can_be_looked_at(tmp_path: Path) -> None:
     """Under `--ledger none`, without anybody of ours having been there; looking makes nothing."""
-    path = foreign(tmp_path / "out/broadcasts", 3)
+    path = str(tmp_path / "out/broadcasts")
+    for number in range(3):
+        family.foreign(Path(path), number)
     assert "give --ledger none" in run("weights", "ls", path, code=2)
     words = (path, "--ledger", "none")
     assert "3 versions" in run("weights", "ls", *words)
@@ -563,8 +476,8 @@ def test_small_things(tmp_path: Path, url: str) -> None:
     assert "1 tensor, " in run("weights", "show", path, "0")
     assert "the path is empty" in run("weights", "ls", "", code=2)
     with open_subscriber(tmp_path, url, needs="latest"):
-        rows = [json.loads(line) for line in run("weights", "ls", path, "--json").splitlines()]
-        assert [row["floor"] for row in rows if row["type"] == "consumer"] == [None]
+        (row,) = rows("weights", "ls", path, only="consumer")
+        assert row["floor"] is None
     assert "unfinished" in run("weights", "ls", "--help")
 
 

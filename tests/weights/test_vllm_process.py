@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,9 @@ import pytest
 from holdfast import proc
 from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.errors import MissingPackage, Mistake
-from patience import HANG_S
+from weights.family import until
 
 TREE = Path(__file__).with_name("tree_child.py")
-LIMIT_S = HANG_S
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not what():
-            await asyncio.sleep(0.01)
 
 
 def stat(pid: int) -> list[str]:

@@ -8,7 +8,6 @@ Passwords are never in it.
 """
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -87,8 +86,13 @@ async def check_book(channel: Channel) -> None:
 
 async def write(channel: Channel, retention: Retention) -> None:
     """Write the file if it does not say all this already."""
-    about = _about(channel, retention)
-
+    about = About(
+        run=channel.run,
+        channel=channel.name,
+        folder=channel.layout.base,
+        ledger=channel.ledger_url,
+        retention=retention.model_dump(mode="json"),
+    )
     hidden = channel.layout.hidden
     with contextlib.suppress(Corrupt, TooNew):
         if await read(channel.disk, hidden) == about:
@@ -96,13 +100,3 @@ async def write(channel: Channel, retention: Retention) -> None:
     raw = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
     async with await channel.disk.folder(hidden) as folder:
         await folder.put(ABOUT, raw)
-
-
-def _about(channel: Channel, retention: Retention) -> About:
-    return About(
-        run=channel.run,
-        channel=channel.name,
-        folder=str(Path(channel.layout.base).absolute()),
-        ledger=channel.ledger_url,
-        retention=retention.model_dump(mode="json"),
-    )

@@ -7,15 +7,20 @@ ledger (`ledger_book.py`), and marker files for people who only have a shared fi
 
 import abc
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 import msgspec
 
+from holdfast.errors import HoldfastError
 from holdfast.ledger import Entry
 from holdfast.weights.policy import Acknowledgement, Pin
 from holdfast.weights.records import Consumer, Swept, Target, Told, Version
 
-__all__ = ["DELETING", "Book", "Member", "Seat", "View"]
+__all__ = ["DELETING", "Book", "Member", "Seat", "View", "at_least_every"]
+
+T = TypeVar("T")
 
 DELETING = "it is being deleted"
 """The mark of a version that was given up and whose files are still there."""
@@ -72,6 +77,10 @@ class View(msgspec.Struct, frozen=True):
             )
             for member in self.members
         ]
+
+    def is_known(self) -> bool:
+        """Whether the book has ever heard of this channel."""
+        return bool(self.epoch) or self.head is not None
 
     def newest(self) -> Version | None:
         """The newest version that may be loaded."""
@@ -169,3 +178,24 @@ class Book(abc.ABC):
     @abc.abstractmethod
     def seat(self, consumer: Consumer, lease_s: float) -> Seat:
         """A place for this consumer, who brings along what an earlier life has reported."""
+
+
+async def at_least_every(
+    pause_s: float, source: AsyncGenerator[T, None]
+) -> AsyncGenerator[T | None, None]:
+    """What the source yields, and None whenever it was silent for so long; nothing is missed."""
+    async with contextlib.aclosing(source) as items:
+        coming = asyncio.ensure_future(anext(items))
+        try:
+            while True:
+                await asyncio.wait({coming}, timeout=pause_s)
+                if coming.done():
+                    found = coming.result()
+                    coming = asyncio.ensure_future(anext(items))
+                    yield found
+                else:
+                    yield None
+        finally:
+            coming.cancel()
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, HoldfastError):
+                await coming

@@ -65,13 +65,21 @@ class Channel:
         """What leads others to the same ledger; None without one, empty if nobody knows."""
         return self.runtime.ledger.url if self.has_ledger else None
 
-    def book(self, name: str, guards: Sequence[Compare] = ()) -> Book:
-        """The authority over this channel, as `name` uses it."""
+    def book(
+        self,
+        name: str,
+        guards: Sequence[Compare] = (),
+        *,
+        sweep_foreign: bool = False,
+        reading: bool = False,
+    ) -> Book:
+        """The authority over this channel, as `name` uses it. The rest is for marker files."""
         if self.has_ledger:
             return LedgerBook(self.runtime, self.keys, name, guards)
         if guards:
             raise Mistake(f"{name}: marker files cannot compare guards; use a ledger")
-        return MarkerBook(self.runtime, self.disk, self.layout, name)
+        place = (self.runtime, self.disk, self.layout, name)
+        return MarkerBook(*place, sweep_foreign=sweep_foreign, reading=reading)
 
     def warn(self, text: str, *args: object) -> None:
         """Say something to people, in the log "holdfast"; a simulation has none."""

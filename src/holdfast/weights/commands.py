@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -32,8 +33,6 @@ __all__ = ["weights"]
 
 CORRUPT = 6
 
-Command = TypeVar("Command", bound=Callable[..., None])
-
 
 @click.group()
 def weights() -> None:
@@ -45,8 +44,17 @@ def weights() -> None:
     """
 
 
-def _common(command: Command) -> Command:
-    """The argument and the options that all commands have."""
+def _common(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A command with what all have: it finds the channel, does its work, closes the ledger."""
+
+    @functools.wraps(work)
+    def command(path: str, ledger: str | None, run: str | None, **given: Any) -> None:
+        async def main() -> None:
+            async with find(path, ledger, run) as found:
+                await work(found, **given)
+
+        asyncio.run(main())
+
     for add in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object per line."),
         click.option("--run", help="The run, if the folder does not say it."),
@@ -62,21 +70,6 @@ def _common(command: Command) -> Command:
     return command
 
 
-def _with(
-    path: str,
-    ledger: str | None,
-    run: str | None,
-    work: Callable[[Found], Coroutine[Any, Any, None]],
-) -> None:
-    """Find the channel, do something with it, close its ledger."""
-
-    async def main() -> None:
-        async with find(path, ledger, run) as found:
-            await work(found)
-
-    asyncio.run(main())
-
-
 def _lines(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(line)
@@ -88,7 +81,7 @@ def _echo(**fields: object) -> None:
 
 @weights.command("ls")
 @_common
-def ls(path: str, ledger: str | None, run: str | None, as_json: bool) -> None:
+async def ls(found: Found, as_json: bool) -> None:
     """List versions, who reads and serves them, who holds how much, and what crashes left.
 
     OWN is what a version does not share with the one before it. A consumer that died is
@@ -102,17 +95,13 @@ def ls(path: str, ledger: str | None, run: str | None, as_json: bool) -> None:
     leftover    given up, or of a publisher that was replaced: a sweep removes it
     foreign     not written by Holdfast
     """
-
-    async def work(found: Found) -> None:
-        overview = await collect(found.channel, found.book, found.about)
-        if as_json:
-            for line in display.overview_json(overview):
-                _echo(**line)
-            return
-        _warn_if_empty(found, overview)
-        _lines(display.overview(overview, path, found.ledger_name()))
-
-    _with(path, ledger, run, work)
+    overview = await collect(found.channel, found.book, found.about)
+    if as_json:
+        for line in display.overview_json(overview):
+            _echo(**line)
+        return
+    _warn_if_empty(found, overview)
+    _lines(display.overview(overview, found.path, found.ledger_name()))
 
 
 def _warn_if_empty(found: Found, overview: Overview) -> None:
@@ -128,45 +117,32 @@ def _warn_if_empty(found: Found, overview: Overview) -> None:
 @_common
 @click.argument("number", metavar="N", type=int)
 @click.option("--tensors", is_flag=True, help="List the tensors too.")
-def show(
-    path: str, number: int, tensors: bool, ledger: str | None, run: str | None, as_json: bool
-) -> None:
+async def show(found: Found, number: int, tensors: bool, as_json: bool) -> None:
     """Show what version N consists of, what it shares, and who pins and serves it."""
     check_version(number)
-
-    async def work(found: Found) -> None:
-        overview = await collect(found.channel, found.book, found.about)
-        known = await found.book.lookup(number)
-        if known is None:
-            newest = "nothing was" if overview.head is None else f"the newest is {overview.head}"
-            raise NotFound(f"version {number} was not published: {newest}", version=number)
-        if isinstance(known, Swept):
-            lines = display.swept_version(known)
-            fields = {"type": "swept", **msgspec.to_builtins(known)}
-        else:
-            found_out = await details(found.channel, known, overview)
-            lines = display.version(found_out, overview, known, with_tensors=tensors)
-            fields = display.version_json(found_out, overview, known, with_tensors=tensors)
-        if as_json:
-            _echo(**fields)
-        else:
-            _lines(lines)
-
-    _with(path, ledger, run, work)
+    overview = await collect(found.channel, found.book, found.about)
+    known = await found.book.lookup(number)
+    if known is None:
+        newest = "nothing was" if overview.head is None else f"the newest is {overview.head}"
+        raise NotFound(f"version {number} was not published: {newest}", version=number)
+    if isinstance(known, Swept):
+        lines = display.swept_version(known)
+        fields = {"type": "swept", **msgspec.to_builtins(known)}
+    else:
+        found_out = await details(found.channel, known)
+        lines = display.version(found_out, overview, known, with_tensors=tensors)
+        fields = display.version_json(found_out, overview, known, with_tensors=tensors)
+    if as_json:
+        _echo(**fields)
+    else:
+        _lines(lines)
 
 
 @weights.command("verify")
 @_common
 @click.argument("numbers", metavar="[N]...", nargs=-1, type=int)
 @click.option("--mark", is_flag=True, help="Mark damaged versions: nobody loads them any more.")
-def verify(
-    path: str,
-    numbers: tuple[int, ...],
-    mark: bool,
-    ledger: str | None,
-    run: str | None,
-    as_json: bool,
-) -> None:
+async def verify(found: Found, numbers: tuple[int, ...], mark: bool, as_json: bool) -> None:
     """Prove all versions, or versions N, byte by byte. Exit code 6 if one is damaged.
 
     A file that several versions share is read once and told of for each of them. A mark
@@ -174,23 +150,17 @@ def verify(
     """
     for number in numbers:
         check_version(number)
-
-    async def work(found: Found) -> None:
-        await (found.check_ours() if mark else found.check_known())
-        meter = _Meter()
-        try:
-            findings = await verify_channel(
-                found.channel, found.book, numbers or None, mark=mark, progress=meter.show
-            )
-        finally:
-            meter.clear()
-        view = await found.book.view()
-        count = len(set(numbers)) or len(
-            [n for n in view.versions if view.marks.get(n) != DELETING]
+    await (found.check_ours() if mark else found.check_known())
+    meter = _Meter()
+    try:
+        findings = await verify_channel(
+            found.channel, found.book, numbers or None, mark=mark, progress=meter.show
         )
-        _report(findings, count, meter.done, mark=mark, as_json=as_json)
-
-    _with(path, ledger, run, work)
+    finally:
+        meter.clear()
+    view = await found.book.view()
+    count = len(set(numbers)) or len([n for n in view.versions if view.marks.get(n) != DELETING])
+    _report(findings, count, meter.done, mark=mark, as_json=as_json)
 
 
 class _Meter:
@@ -247,16 +217,8 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--max-bytes", callback=_bytes, metavar="SIZE", help="Budget, as in 10G; 0: none.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would go.")
 @click.option("--foreign", is_flag=True, help="Versions of a trainer that is not ours go too.")
-def sweep(
-    path: str,
-    keep_last: int | None,
-    keep_every: int | None,
-    max_bytes: int | None,
-    dry_run: bool,
-    foreign: bool,
-    ledger: str | None,
-    run: str | None,
-    as_json: bool,
+async def sweep(
+    found: Found, dry_run: bool, foreign: bool, as_json: bool, **given: int | None
 ) -> None:
     """Delete the versions that nobody needs, and whatever crashes have left.
 
@@ -267,26 +229,21 @@ def sweep(
     stay otherwise. Use it where that trainer deletes nothing and never writes a number twice:
     consumers of ours load a number that was swept no more.
     """
-    given = {"keep_last": keep_last, "keep_every": keep_every, "max_bytes": max_bytes}
-
-    async def work(found: Found) -> None:
-        await found.check_ours()
-        retention = _retention(found, {k: v for k, v in given.items() if v is not None})
-        book = await found.sweeping(foreign=foreign, dry_run=dry_run)
-        before = await collect(found.channel, found.book, found.about)
-        sweeper = Sweeper(found.channel, book, retention)
-        report = await sweeper.sweep(dry_run=True)
-        if not dry_run:
-            found.check_deletable(report.deleted)
-            report = await sweeper.sweep()
-        if as_json:
-            fields = msgspec.to_builtins(report)
-            _echo(type="sweep", dry_run=dry_run, retention=retention.model_dump(), **fields)
-            return
-        base = f"{found.channel.layout.base}/"
-        _lines(display.swept(report, before, retention, base, dry_run=dry_run))
-
-    _with(path, ledger, run, work)
+    await found.check_ours()
+    retention = _retention(found, {k: v for k, v in given.items() if v is not None})
+    book = await found.sweeping(foreign=foreign, dry_run=dry_run)
+    before = await collect(found.channel, found.book, found.about)
+    sweeper = Sweeper(found.channel, book, retention)
+    report = await sweeper.sweep(dry_run=True)
+    if not dry_run:
+        found.check_deletable(report.deleted)
+        report = await sweeper.sweep()
+    if as_json:
+        fields = msgspec.to_builtins(report)
+        _echo(type="sweep", dry_run=dry_run, retention=retention.model_dump(), **fields)
+        return
+    base = f"{found.channel.layout.base}/"
+    _lines(display.swept(report, before, retention, base, dry_run=dry_run))
 
 
 def _retention(found: Found, given: dict[str, int]) -> Retention:
@@ -303,27 +260,21 @@ def _retention(found: Found, given: dict[str, int]) -> Retention:
 @weights.command("watch")
 @_common
 @click.option("--count", type=click.IntRange(1), help="Stop after this many changes.")
-def watch(
-    path: str, ledger: str | None, run: str | None, as_json: bool, count: int | None
-) -> None:
+async def watch(found: Found, as_json: bool, count: int | None) -> None:
     """Follow what happens to the channel, live, until Ctrl-C: one line per change."""
-
-    async def work(found: Found) -> None:
-        seen = 0
-        stream = watch_channel(found.channel, found.book)
-        async with contextlib.aclosing(stream) as happenings:
-            async for one in happenings:
-                if one.what == "watching":
-                    click.echo(f"watching {path} ({found.ledger_name()})", err=True)
-                    continue
-                now = datetime.now().astimezone()
-                if as_json:
-                    _echo(at=now.isoformat(timespec="milliseconds"), **msgspec.to_builtins(one))
-                else:
-                    click.echo(f"{now:%H:%M:%S}  {display.happening(one)}")
-                sys.stdout.flush()
-                seen += one.what not in OF_THE_LEDGER
-                if seen == count:
-                    return
-
-    _with(path, ledger, run, work)
+    seen = 0
+    stream = watch_channel(found.channel, found.book)
+    async with contextlib.aclosing(stream) as happenings:
+        async for one in happenings:
+            if one.what == "watching":
+                click.echo(f"watching {found.path} ({found.ledger_name()})", err=True)
+                continue
+            now = datetime.now().astimezone()
+            if as_json:
+                _echo(at=now.isoformat(timespec="milliseconds"), **msgspec.to_builtins(one))
+            else:
+                click.echo(f"{now:%H:%M:%S}  {display.happening(one)}")
+            sys.stdout.flush()
+            seen += one.what not in OF_THE_LEDGER
+            if seen == count:
+                return

@@ -13,13 +13,13 @@ from holdfast.errors import Denied, Mistake, NotFound
 from holdfast.ledger import Ledger, open
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.sqlite import SqliteLedger
+from holdfast.text import several
 from holdfast.weights import about
 from holdfast.weights.about import About
 from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import number
 from holdfast.weights.local import LocalDisk
-from holdfast.weights.marker_book import MarkerBook
 
 __all__ = ["Found", "find"]
 
@@ -35,24 +35,11 @@ class Found:
         self.path = path
         self.channel = channel
         self.about = about
-        self.book: Book = (
-            channel.book("command-line") if channel.has_ledger else self._markers(reading=True)
-        )
+        self.book = channel.book("command-line", reading=True)
 
     def ledger_name(self) -> str:
         """The ledger, for people."""
         return "marker files" if self.channel.ledger_url is None else self.channel.ledger_url
-
-    def _markers(self, *, reading: bool, foreign: bool = False) -> MarkerBook:
-        channel = self.channel
-        return MarkerBook(
-            channel.runtime,
-            channel.disk,
-            channel.layout,
-            "command-line",
-            sweep_foreign=foreign,
-            reading=reading,
-        )
 
     async def sweeping(self, *, foreign: bool, dry_run: bool) -> Book:
         """The book to sweep with, after making sure that the folder may be changed.
@@ -67,11 +54,9 @@ class Found:
             )
         if not dry_run:
             self._check_writable()
-        if self.channel.has_ledger:
-            return self.book
-        if not dry_run:
-            await self.channel.make()
-        return self._markers(reading=dry_run, foreign=foreign)
+            if not self.channel.has_ledger:
+                await self.channel.make()
+        return self.channel.book("command-line", reading=dry_run, sweep_foreign=foreign)
 
     def _check_writable(self) -> None:
         layout = self.channel.layout
@@ -87,8 +72,7 @@ class Found:
 
     async def check_known(self) -> None:
         """Raise `Mistake` when the book has never heard of this channel."""
-        view = await self.book.view()
-        if view.epoch == 0 and view.head is None:
+        if not (await self.book.view()).is_known():
             raise Mistake(
                 f"{self.ledger_name()} knows nothing of the channel {self.channel.name} in the "
                 f"run {self.channel.run}: check --ledger and --run"
@@ -164,9 +148,8 @@ def _folder(path: str, *, bare: bool) -> Path:
         what = "a version" if number(folder.name) is not None else "a folder"
         raise Mistake(f"{path} is {what} inside a channel: name the channel, {inside}")
     if channels:
-        several = "; ".join(str(Path(path) / name) for name in channels[:NAMED_MAX])
-        more = f" and {len(channels) - NAMED_MAX} more" if len(channels) > NAMED_MAX else ""
-        raise Mistake(f"{path} is not a channel, but channels are in it: name {several}{more}")
+        names = several([str(Path(path) / name) for name in channels], NAMED_MAX, "; ")
+        raise Mistake(f"{path} is not a channel, but channels are in it: name {names}")
     if strange and inside is None:
         raise Mistake(
             f"{path} holds versions of a trainer that is not ours (no folder {HIDDEN}): give "

@@ -14,7 +14,7 @@ file access.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,6 +22,7 @@ import xxhash
 
 from holdfast.errors import Corrupt, Mistake, TooLarge, TooNew
 from holdfast.tensors import DTYPES, MAX_DIMS, name_problem
+from holdfast.text import several
 from holdfast.weights import stfile
 from holdfast.weights.layout import version_folder
 
@@ -231,7 +232,7 @@ def check_file(
         found = _differences(tensors, stfile.parse(view, where), view if each_tensor else None)
     if found:
         raise Corrupt(
-            f"{where} is not what was published: {_several(found)}",
+            f"{where} is not what was published: {several(found, _NAMED_MAX)}",
             key=entry.name,
             version=manifest.step,
         )
@@ -265,11 +266,6 @@ def _differences(
         elif view is not None and digest(view[span.begin : span.end]) != entry.hash:
             found.append(f"tensor {name} differs")
     return found
-
-
-def _several(found: Sequence[str]) -> str:
-    more = len(found) - _NAMED_MAX
-    return ", ".join(found[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def same_shard(parent: Manifest, file: str, tensors: Iterable[TensorEntry]) -> FileEntry | None:

@@ -49,7 +49,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from holdfast.errors import Conflict, Fenced, Mistake, NoRoom, Unavailable, UnknownOutcome
+from holdfast.errors import Conflict, Corrupt, Fenced, Mistake, NoRoom, Unavailable, UnknownOutcome
 from holdfast.ledger import Runtime
 from holdfast.retry import Policy
 from holdfast.timeouts import DEFAULTS
@@ -57,7 +57,7 @@ from holdfast.weights.book import Book, Seat, View
 from holdfast.weights.disk import Disk
 from holdfast.weights.layout import Layout
 from holdfast.weights.marker_seat import MarkerSeat, bury
-from holdfast.weights.markers import HEAD, MAX_MARKER_BYTES, Markers, life, telling
+from holdfast.weights.markers import HEAD, Markers, life, telling
 from holdfast.weights.policy import needed
 from holdfast.weights.records import Consumer, Head, Mark, Swept, Version, Writer
 from holdfast.weights.trouble import FULL
@@ -140,10 +140,9 @@ class MarkerBook(Book):
 
     async def _who(self, epoch: int) -> str:
         """Who has an epoch, for people."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            async with await self._disk.folder(self._layout.writers) as folder:
-                raw = await folder.read(str(epoch), MAX_MARKER_BYTES)
-                return f"{msgspec.json.decode(raw, type=Writer).name}, epoch {epoch},"
+        with contextlib.suppress(OSError, Corrupt):
+            writer = await self._markers.writer(epoch)
+            return f"{writer.name}, epoch {epoch}," if writer else "somebody"
         return "somebody"
 
     async def commit(self, version: Version) -> None:

@@ -43,7 +43,7 @@ from holdfast.weights.book import DELETING, Member
 from holdfast.weights.disk import Disk, Folder, Item
 from holdfast.weights.layout import MAX_VERSION, Layout, number
 from holdfast.weights.manifest import MANIFEST, MAX_MANIFEST_BYTES, STABLE, decode, digest
-from holdfast.weights.records import Consumer, Head, Mark, Swept, Version
+from holdfast.weights.records import Consumer, Head, Mark, Swept, Version, Writer
 from holdfast.weights.trouble import DENIED, FULL, NOT_A_FILE, translate
 
 __all__ = [
@@ -271,6 +271,10 @@ class Markers:
         """What is left of a version that was given up, or None."""
         return await self._record(self.layout.swept, str(one), Swept)
 
+    async def writer(self, epoch: int) -> Writer | None:
+        """Who took over publishing with an epoch, or None when that is no longer known."""
+        return await self._record(self.layout.writers, str(epoch), Writer)
+
     async def mark(self, one: int) -> str:
         """Why a version must not be loaded; empty when nobody said so."""
         mark = await self._record(self.layout.marks, str(one), Mark)
@@ -282,15 +286,18 @@ class Markers:
 
     async def listed(self, path: str) -> list[int]:
         """The files in a folder whose names are numbers, in order."""
+        names = [item.name for item in await self._items(path)]
+        return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+    async def _items(self, path: str) -> list[Item]:
+        """What is in one of our folders, which only a reader may find missing."""
         try:
             async with await self.disk.folder(path) as folder:
-                items = await folder.items()
+                return await folder.items()
         except FileNotFoundError:
             if not self._reading:
                 raise
             return []
-        names = [item.name for item in items if item.name.isascii() and item.name.isdecimal()]
-        return sorted(map(int, names))
 
     async def members(self) -> tuple[float, tuple[Member, ...]]:
         """The file system's time, and all consumers, dead ones too.
@@ -298,13 +305,7 @@ class Markers:
         The clock is read first: whoever seems dead by it finds, whenever it touches its
         heartbeat next, that it came too late.
         """
-        now_s, items = await self._now(), []
-        try:
-            async with await self.disk.folder(self.layout.consumers) as folder:
-                items = await folder.items()
-        except FileNotFoundError:
-            if not self._reading:
-                raise
+        now_s, items = await self._now(), await self._items(self.layout.consumers)
         found = [await self._member(item) for item in items if item.is_folder]
         found.append(await self._member(None))
         return now_s, tuple(one for one in found if one is not None)

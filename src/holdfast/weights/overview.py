@@ -1,8 +1,8 @@
 """What an operator wants to know of a channel, put together from disk, book and leases.
 
-`collect` asks; `arrange` decides what to show and is pure. The disk is listed before the book
-is read, as in the sweep: what was listed and is not in the book was given up, or is not
-published yet.
+`collect` asks; what to show is decided by pure functions. The disk is listed before the book is
+read, as in the sweep: what was listed and is not in the book was given up, or is not published
+yet.
 
 A consumer is *silent* when it has not renewed its lease for more than half of its time to
 live: a living one renews after a third. A dead one is shown until its lease ends; then the
@@ -21,9 +21,9 @@ from holdfast.weights.book import DELETING, Book, Member, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import epoch_of, version_folder
 from holdfast.weights.manifest import MANIFEST, Manifest
-from holdfast.weights.policy import Files, Retention, holds
+from holdfast.weights.policy import Files, OnDisk, Retention, holds, used_bytes
 from holdfast.weights.records import Version
-from holdfast.weights.sweep import Scan, Sweeper, files_of, on_disk
+from holdfast.weights.sweep import Scan, Sweeper, files_of, look, on_disk
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import read_manifest
 
@@ -33,7 +33,6 @@ __all__ = [
     "Leftover",
     "Overview",
     "VersionRow",
-    "arrange",
     "collect",
     "details",
 ]
@@ -106,23 +105,26 @@ class Overview(msgspec.Struct, frozen=True, tag_field="type", tag="channel"):
 async def collect(channel: Channel, book: Book, about: About | None) -> Overview:
     """Look at everything."""
     sweeper = Sweeper(channel, book, Retention())
-    scan = await sweeper.scan()
+    scan = await look(channel)
     view = await sweeper.view()
     if view.versions.keys() - scan.versions.keys():  # published between the two?
-        scan.versions = {**(await sweeper.scan()).versions, **scan.versions}
+        scan.versions = {**(await look(channel)).versions, **scan.versions}
     unknown = scan.versions.keys() - view.versions.keys()
     epochs = {number: await _epoch(channel, number) for number in unknown}
     leases = {member.id: await _lease(channel, view, member) for member in view.members}
-    return arrange(
+    versions = [OnDisk(one, files_of(items)) for one, items in scan.versions.items()]
+    retention = about.policy() if about else None
+    return Overview(
         channel.name,
         channel.run,
         channel.ledger_url,
-        scan,
-        view,
-        epochs=epochs,
-        leases=leases,
-        retention=about.policy() if about else None,
-        now_s=channel.wall_s(),
+        view.head,
+        view.epoch,
+        used_bytes(versions, scan.other()),
+        retention.max_bytes or None if retention else None,
+        tuple(_versions(scan, view, epochs, channel.wall_s())),
+        tuple(_consumers(scan, view, leases)),
+        tuple(_leftovers(scan, view)),
     )
 
 
@@ -145,36 +147,6 @@ async def _lease(channel: Channel, view: View, member: Member) -> LeaseInfo | No
             return LeaseInfo(0, 0.0, 0.0, ())
     left_s = member.until_s - view.now_s
     return None if left_s == float("inf") else LeaseInfo(0, 0.0, max(0.0, left_s), ())
-
-
-def arrange(
-    channel: str,
-    run: str,
-    ledger: str | None,
-    scan: Scan,
-    view: View,
-    *,
-    epochs: Mapping[int, int | None],
-    leases: Mapping[str, LeaseInfo | None],
-    retention: Retention | None,
-    now_s: float,
-) -> Overview:
-    """Decide what to show."""
-    sizes: dict[int, int] = dict(scan.other())
-    for items in scan.versions.values():
-        sizes.update(files_of(items))
-    return Overview(
-        channel,
-        run,
-        ledger,
-        view.head,
-        view.epoch,
-        sum(sizes.values()),
-        retention.max_bytes or None if retention else None,
-        tuple(_versions(scan, view, epochs, now_s)),
-        tuple(_consumers(scan, view, leases)),
-        tuple(_leftovers(scan, view)),
-    )
 
 
 def _versions(
@@ -303,20 +275,16 @@ class Details(msgspec.Struct, frozen=True):
         return self.shared.get(file, ())
 
 
-async def details(channel: Channel, record: Version, found: Overview) -> Details:
+async def details(channel: Channel, record: Version) -> Details:
     """Read a version's manifest and compare its inodes with those of the others."""
     manifest, problem = await _manifest(channel, record)
+    versions = (await look(channel)).versions
     owners: dict[int, list[int]] = {}
-    names: dict[str, int] = {}
-    for row in found.versions:
-        for name, inode in (await _inodes(channel, row.version)).items():
-            owners.setdefault(inode, []).append(row.version)
-            if row.version == record.version:
-                names[name] = inode
-    shared = {
-        name: tuple(one for one in owners[inode] if one != record.version)
-        for name, inode in names.items()
-    }
+    for number in sorted(versions.keys() - {record.version}):
+        for item in versions[number]:
+            owners.setdefault(item.inode, []).append(number)
+    own = versions.get(record.version, ())
+    shared = {item.name: tuple(owners.get(item.inode, ())) for item in own}
     return Details(manifest, problem, shared)
 
 
@@ -332,11 +300,3 @@ async def _manifest(channel: Channel, record: Version) -> tuple[Manifest | None,
         return None, str(translate(error, "its files cannot be read"))
     except HoldfastError as error:
         return None, str(error)
-
-
-async def _inodes(channel: Channel, number: int) -> dict[str, int]:
-    try:
-        async with await channel.disk.folder(channel.layout.version(number)) as folder:
-            return {item.name: item.inode for item in await folder.items()}
-    except OSError:
-        return {}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast import faults
 from holdfast.errors import LeaseLost, Mistake
 from holdfast.tensors import as_numpy, as_torch
+from holdfast.text import several
 from holdfast.weights import foreign
 from holdfast.weights.book import Seat
 from holdfast.weights.channel import Channel
@@ -145,11 +146,8 @@ class Pin:
                     f"{there.dtype} {tuple(there.shape)}"
                 )
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise Mistake(
-                f"version {self.number} does not fit: {'; '.join(problems[:5])}{more}",
-                version=self.number,
-            )
+            what = several(problems, 5, "; ")
+            raise Mistake(f"version {self.number} does not fit: {what}", version=self.number)
         return found
 
     def carried(self, name: str) -> bytes:

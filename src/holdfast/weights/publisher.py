@@ -164,23 +164,18 @@ class Publisher:
     async def _check_book(self) -> None:
         """Refuse a book that is not this folder's: to it, everything here belongs to nobody."""
         await about.check_book(self._channel)
-        if await self._is_known():
+        if (await self._book.view()).is_known():
             return
         scan = await self._sweeper.scan()
         if any(item.name == MANIFEST for items in scan.versions.values() for item in items):
             # A folder is placed only by whoever has taken over: look again, after the folders.
-            if await self._is_known():
+            if (await self._book.view()).is_known():
                 return
             raise Mistake(
                 f"{self._layout.base} holds versions, but the ledger knows nothing of the channel "
                 f"in the run {self._channel.run}: check its URL and the run, or move the folder "
                 "away to begin anew"
             )
-
-    async def _is_known(self) -> bool:
-        """Whether the book has heard of this channel."""
-        view = await self._book.view()
-        return bool(view.epoch) or view.head is not None
 
     async def next_version(self) -> int:
         """A number that was never used: beyond the book, the folders and the trash."""

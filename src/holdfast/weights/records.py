@@ -108,16 +108,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     def on(self, consumer: Consumer) -> Consumer:
         """The consumer's record with this in it. Its floor only rises."""
-        return msgspec.structs.replace(
-            consumer,
-            floor=max(consumer.floor, self.acknowledged or 0),
-            staged=self.staged,
-            acknowledged=self.acknowledged,
-            content=self.content,
-            held=self.held,
-            failed=self.failed,
-            problem=self.problem[:2000],
-        )
+        told = {**msgspec.structs.asdict(self), "problem": self.problem[:2000]}
+        floor = max(consumer.floor, self.acknowledged or 0)
+        return msgspec.structs.replace(consumer, floor=floor, **told)
 
 
 class Mark(Record, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from holdfast import events
-from holdfast.errors import HoldfastError, NoRoom, TooLarge
-from holdfast.text import numbers, size
+from holdfast.errors import NoRoom, TooLarge
+from holdfast.text import numbers, several, size
 from holdfast.timeouts import Timeouts
-from holdfast.weights.book import Book
+from holdfast.weights.book import Book, at_least_every
 from holdfast.weights.policy import Hold, Retention
 from holdfast.weights.sweep import Report, Sweeper
 
@@ -45,42 +45,25 @@ async def make_room(
                 consumers=tuple(hold.consumer for hold in report.holds),
             )
         )
+        telling = asyncio.create_task(_tell(step, report, timeouts.room_tell_s))
+        # A ledger does not tell of consumers that only write LOADED_STEP.
+        paced = at_least_every(timeouts.marker_poll_s, book.changes())
         try:
-            async with asyncio.timeout(policy.wait_s):
-                report = await _until_room(sweeper, book, step, new_bytes, report, timeouts)
+            async with asyncio.timeout(policy.wait_s), contextlib.aclosing(paced) as changes:
+                async for _ in changes:
+                    report = await sweeper.sweep(new_bytes)
+                    if not report.missing_bytes:
+                        break
         except TimeoutError:  # we may have been stopped meanwhile: look once more
             report = await sweeper.sweep(new_bytes)
+        finally:
+            telling.cancel()
     if report.missing_bytes:
         raise NoRoom(
             f"version {step} needs {size(new_bytes)}, {size(report.missing_bytes)} more than "
             f"the budget of {size(policy.max_bytes)} has left: {holders(report.holds)}",
             version=step,
         )
-
-
-async def _until_room(
-    sweeper: Sweeper, book: Book, step: int, new_bytes: int, report: Report, timeouts: Timeouts
-) -> Report:
-    telling = asyncio.create_task(_tell(step, report, timeouts.room_tell_s))
-    try:
-        async with contextlib.aclosing(book.changes()) as changes:
-            coming = asyncio.ensure_future(anext(changes))
-            try:
-                while True:
-                    # A ledger does not tell of consumers that only write LOADED_STEP.
-                    await asyncio.wait({coming}, timeout=timeouts.marker_poll_s)
-                    if coming.done():
-                        coming.result()
-                        coming = asyncio.ensure_future(anext(changes))
-                    report = await sweeper.sweep(new_bytes)
-                    if not report.missing_bytes:
-                        return report
-            finally:
-                coming.cancel()
-                with contextlib.suppress(asyncio.CancelledError, HoldfastError):
-                    await coming
-    finally:
-        telling.cancel()
 
 
 async def _tell(step: int, report: Report, every_s: float) -> None:
@@ -96,11 +79,5 @@ def holders(holds: Sequence[Hold]) -> str:
     """Who keeps what, for people."""
     if not holds:
         return "no consumer holds anything: raise max_bytes or keep less"
-    more = f"; and {len(holds) - 10} more" if len(holds) > 10 else ""
-    return (
-        "; ".join(
-            f"{hold.consumer} holds {numbers(hold.versions)} ({size(hold.bytes)})"
-            for hold in holds[:10]
-        )
-        + more
-    )
+    each = [f"{one.consumer} holds {numbers(one.versions)} ({size(one.bytes)})" for one in holds]
+    return several(each, 10, "; ", "; and ")

@@ -37,7 +37,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Ledger
 from holdfast.retry import AGAIN, MAX_S, Policy, insist
-from holdfast.text import plural
+from holdfast.text import plural, several
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights import about, foreign
 from holdfast.weights.book import Seat
@@ -437,5 +437,4 @@ def _lacking(manifest: Manifest | None, file: object) -> str:
     tensors = [one.name for one in manifest.tensors if one.file == file] if manifest else []
     if not tensors:
         return str(file or "a file")
-    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-    return f"{file} (with tensor {', '.join(tensors[:3])}{more})"
+    return f"{file} (with tensor {several(tensors, 3)})"

@@ -18,7 +18,7 @@ one that no sweep under way gives up.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
@@ -41,7 +41,7 @@ from holdfast.weights.policy import (
 )
 from holdfast.weights.trouble import NOT_A_FILE
 
-__all__ = ["Report", "Scan", "Sweeper", "Swept", "files_of"]
+__all__ = ["Report", "Scan", "Sweeper", "Swept", "files_of", "look"]
 
 DECIDED = faults.declare("weights.sweep.decided", "a version is to go, nothing done yet")
 RECORDED = faults.declare("weights.sweep.recorded", "given up in the book, folder still there")
@@ -71,12 +71,12 @@ class Scan(msgspec.Struct):
     staging: dict[str, Files]
     trash: dict[str, Files]
 
-    def other(self) -> Files:
-        """Files that count and are no versions."""
+    def other(self, gone: Set[str] = frozenset()) -> Files:
+        """Files that count and are no versions, without the folders that are gone."""
         found: dict[int, int] = {}
         for group in (self.drafts, self.staging, self.trash):
-            for files in group.values():
-                found.update(files)
+            for name in group.keys() - gone:
+                found.update(group[name])
         return found
 
     def by_path(self, layout: Layout) -> dict[str, Files]:
@@ -91,6 +91,45 @@ class Scan(msgspec.Struct):
         ):
             found.update({f"{path}/{name}": files for name, files in group.items()})
         return found
+
+
+async def look(channel: Channel) -> Scan:
+    """List the channel's folder."""
+    disk, layout = channel.disk, channel.layout
+    versions: dict[int, list[Item]] = {}
+    for item in await _items(disk, layout.base):
+        found = number(item.name) if item.is_folder else None
+        if found is not None:
+            versions[found] = await _items(disk, f"{layout.base}/{item.name}")
+    below = [await _below(disk, path) for path in (layout.drafts, layout.staging, layout.trash)]
+    return Scan(versions, *below)
+
+
+async def _items(disk: Disk, path: str) -> list[Item]:
+    """What is in a folder; nothing if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        async with await disk.folder(path) as folder:
+            return await folder.items()
+    return []
+
+
+async def _below(disk: Disk, path: str) -> dict[str, Files]:
+    return {
+        item.name: await _tree(disk, f"{path}/{item.name}")
+        for item in await _items(disk, path)
+        if item.is_folder
+    }
+
+
+async def _tree(disk: Disk, path: str, depth: int = 3) -> dict[int, int]:
+    """All files below a folder."""
+    files: dict[int, int] = {}
+    for item in await _items(disk, path):
+        if not item.is_folder:
+            files[item.inode] = item.bytes
+        elif depth:
+            files.update(await _tree(disk, f"{path}/{item.name}", depth - 1))
+    return files
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -123,41 +162,7 @@ class Sweeper:
 
     async def scan(self) -> Scan:
         """List the channel's folder."""
-        versions: dict[int, list[Item]] = {}
-        for item in await self._items(self._layout.base):
-            found = number(item.name) if item.is_folder else None
-            if found is not None:
-                versions[found] = await self._items(f"{self._layout.base}/{item.name}")
-        return Scan(
-            versions,
-            await self._below(self._layout.drafts),
-            await self._below(self._layout.staging),
-            await self._below(self._layout.trash),
-        )
-
-    async def _items(self, path: str) -> list[Item]:
-        """What is in a folder; nothing if it is gone."""
-        with contextlib.suppress(FileNotFoundError):
-            async with await self._disk.folder(path) as folder:
-                return await folder.items()
-        return []
-
-    async def _below(self, path: str) -> dict[str, Files]:
-        return {
-            item.name: await self._tree(f"{path}/{item.name}")
-            for item in await self._items(path)
-            if item.is_folder
-        }
-
-    async def _tree(self, path: str, depth: int = 3) -> dict[int, int]:
-        """All files below a folder."""
-        files: dict[int, int] = {}
-        for item in await self._items(path):
-            if not item.is_folder:
-                files[item.inode] = item.bytes
-            elif depth:
-                files.update(await self._tree(f"{path}/{item.name}", depth - 1))
-        return files
+        return await look(self._channel)
 
     async def view(self) -> View:
         """What the book says, and in a channel with a ledger who else writes LOADED_STEP."""
@@ -229,14 +234,7 @@ class Sweeper:
         reserve_bytes: int,
     ) -> Report:
         left = [one for one in versions if one.version not in deleted]
-        gone = {path.rpartition("/")[2] for path in rubbish}
-        other = {
-            inode: size
-            for group in (scan.drafts, scan.staging, scan.trash)
-            for name, files in group.items()
-            if name not in gone
-            for inode, size in files.items()
-        }
+        other = scan.other({path.rpartition("/")[2] for path in rubbish})
         held = holds(left, view.pins(), view.acknowledgements(), view.now_s)
         used, budget = used_bytes(left, other), self._retention.max_bytes
         missing = max(0, used + reserve_bytes - budget) if budget else 0

@@ -14,30 +14,24 @@ files alone. A process that forks afterwards must open its own.
 """
 
 import contextlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from holdfast.ledger import Compare
+from holdfast.ledger import Compare, Ledger
 from holdfast.ledger import open as open_ledger
-from holdfast.loopthread import LoopThread
+from holdfast.loopthread import LoopThread, waiting
 from holdfast.weights.local import LocalDisk
-from holdfast.weights.manifest import Manifest
 from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Needs, Retention
-from holdfast.weights.publisher import SHARD_BYTES, CarriedFiles, Publisher
-from holdfast.weights.records import Swept, Version
+from holdfast.weights.publisher import SHARD_BYTES, Publisher
 from holdfast.weights.subscriber import LEASE_S, Subscriber
-from holdfast.weights.sweep import Report
-from holdfast.weights.writing import Kind, Part, Ticket, write_part
-
-if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
+from holdfast.weights.writing import Part, Ticket, write_part
 
 __all__ = ["SyncPin", "SyncPublisher", "SyncSubscriber", "open_publisher", "open_subscriber"]
 
 T = TypeVar("T")
+Twin = TypeVar("Twin", Publisher, Subscriber)
 
 
 def open_publisher(
@@ -52,23 +46,20 @@ def open_publisher(
     shard_bytes: int = SHARD_BYTES,
 ) -> "SyncPublisher":
     """Take over publishing on a channel. Close it, or use `with`."""
-    loop = _Loop()
 
-    async def opened() -> Publisher:
-        ledger = await loop.stack.enter_async_context(open_ledger(url)) if url else None
-        publisher = Publisher(
+    def make(ledger: Ledger | None) -> Publisher:
+        return Publisher(
             root,
             ledger,
             channel,
             retention,
-            run=run,
             name=name,
             guards=guards,
             shard_bytes=shard_bytes,
+            run=run,
         )
-        return await loop.stack.enter_async_context(publisher)
 
-    return SyncPublisher(loop, loop.begin(opened()))
+    return SyncPublisher(url, make)
 
 
 def open_subscriber(
@@ -83,59 +74,42 @@ def open_subscriber(
     lease_s: float = LEASE_S,
 ) -> "SyncSubscriber":
     """Join a channel as a consumer. Close it, or use `with`."""
-    loop = _Loop()
 
-    async def opened() -> Subscriber:
-        ledger = await loop.stack.enter_async_context(open_ledger(url)) if url else None
-        subscriber = Subscriber(
-            root,
-            ledger,
-            channel,
-            consumer,
-            needs=needs,
-            address=address,
-            run=run,
-            lease_s=lease_s,
+    def make(ledger: Ledger | None) -> Subscriber:
+        return Subscriber(
+            root, ledger, channel, consumer, needs=needs, address=address, run=run, lease_s=lease_s
         )
-        return await loop.stack.enter_async_context(subscriber)
 
-    return SyncSubscriber(loop, loop.begin(opened()))
+    return SyncSubscriber(url, make)
 
 
-class _Loop(LoopThread):
-    """An event loop, and what was opened in it."""
+class _Opened(Generic[Twin]):
+    """A thread with an event loop, and what was opened in it."""
 
-    def __init__(self) -> None:
-        super().__init__("holdfast-weights-loop")
-        self.stack = contextlib.AsyncExitStack()
-
-    def begin(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run what opens things; when it fails everything is closed again."""
+    def __init__(self, url: str | None, make: Callable[[Ledger | None], Twin]) -> None:
+        self._loop = LoopThread("holdfast-weights-loop")
+        self._stack = contextlib.AsyncExitStack()
         try:
-            return self.run(work)
+            self.twin: Twin = self.run(self._open(url, make))
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Close what was opened, and end the thread. Closing twice does no harm."""
-        if self.stopped:
-            return
-        try:
-            self.run(self.stack.aclose())
-        finally:
-            self.stop()
+    async def _open(self, url: str | None, make: Callable[[Ledger | None], Twin]) -> Twin:
+        ledger = await self._stack.enter_async_context(open_ledger(url)) if url else None
+        return await self._stack.enter_async_context(make(ledger))
 
-
-class _Opened:
-    """What is closed with its thread."""
-
-    def __init__(self, loop: _Loop) -> None:
-        self._loop = loop
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in our own event loop, and wait for it."""
+        return self._loop.run(work)
 
     def close(self) -> None:
-        """Leave. Closing twice does no harm."""
-        self._loop.close()
+        """Leave, and end the thread. Closing twice does no harm."""
+        if not self._loop.stopped:
+            try:
+                self.run(self._stack.aclose())
+            finally:
+                self._loop.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -144,161 +118,67 @@ class _Opened:
         self.close()
 
 
-class SyncPublisher(_Opened):
+class SyncPublisher(_Opened[Publisher]):
     """The same calls as `Publisher`, each returning when it is done."""
 
-    def __init__(self, loop: _Loop, publisher: Publisher) -> None:
-        super().__init__(loop)
-        self._publisher = publisher
+    next_version = waiting(Publisher.next_version)
+    publish = waiting(Publisher.publish)
+    begin = waiting(Publisher.begin)
+    finish = waiting(Publisher.finish)
+    sweep = waiting(Publisher.sweep)
 
     @property
     def epoch(self) -> int:
         """See `Publisher.epoch`."""
-        return self._publisher.epoch
-
-    def next_version(self) -> int:
-        """See `Publisher.next_version`."""
-        return self._loop.run(self._publisher.next_version())
-
-    def publish(
-        self,
-        step: int,
-        tensors: Mapping[str, object],
-        *,
-        files: CarriedFiles | None = None,
-        kind: Kind = "model",
-    ) -> Version | Swept:
-        """See `Publisher.publish`."""
-        return self._loop.run(self._publisher.publish(step, tensors, files=files, kind=kind))
-
-    def begin(self, step: int, *, kind: Kind = "model", new_bytes: int = 0) -> Ticket:
-        """See `Publisher.begin`."""
-        return self._loop.run(self._publisher.begin(step, kind=kind, new_bytes=new_bytes))
+        return self.twin.epoch
 
     def write_part(self, ticket: Ticket, rank: int, tensors: Mapping[str, object]) -> Part:
         """See `holdfast.weights.write_part`, for the rank that has the publisher.
 
         Others have none: `asyncio.run(write_part(LocalDisk(), ticket, rank, tensors))`.
         """
-        return self._loop.run(write_part(LocalDisk(), ticket, rank, tensors))
-
-    def finish(self, ticket: Ticket, ranks: int, *, files: CarriedFiles | None = None) -> Version:
-        """See `Publisher.finish`."""
-        return self._loop.run(self._publisher.finish(ticket, ranks, files=files))
-
-    def sweep(self, *, dry_run: bool = False) -> Report:
-        """See `Publisher.sweep`."""
-        return self._loop.run(self._publisher.sweep(dry_run=dry_run))
+        return self.run(write_part(LocalDisk(), ticket, rank, tensors))
 
 
 class SyncPin:
     """The same calls as `Pin`, each returning when it is done."""
 
-    def __init__(self, loop: _Loop, pin: Pin) -> None:
-        self._loop = loop
-        self._pin = pin
+    check = waiting(Pin.check)
+    stage = waiting(Pin.stage)
 
-    @property
-    def version(self) -> Version:
-        """The record of the pinned version."""
-        return self._pin.version
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it consists of."""
-        return self._pin.manifest
-
-    @property
-    def number(self) -> int:
-        """See `Pin.number`."""
-        return self._pin.number
-
-    @property
-    def verified(self) -> bool:
-        """See `Pin.verified`."""
-        return self._pin.verified
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """See `Pin.names`."""
-        return self._pin.names
+    def __init__(self, loop: LoopThread, pin: Pin) -> None:
+        self.run, self.twin = loop.run, pin
+        self.version, self.manifest = pin.version, pin.manifest
+        self.number, self.verified, self.names = pin.number, pin.verified, pin.names
+        # These read what is open, and wait for nobody.
+        self.raw, self.numpy, self.torch, self.carried = pin.raw, pin.numpy, pin.torch, pin.carried
+        self.state_dict, self.load_into, self.fits = pin.state_dict, pin.load_into, pin.fits
 
     @property
     def lost(self) -> bool:
         """See `Pin.lost`."""
-        return self._pin.lost
-
-    def check(self) -> None:
-        """See `Pin.check`."""
-        self._loop.run(self._pin.check())
-
-    def stage(self) -> str:
-        """See `Pin.stage`."""
-        return self._loop.run(self._pin.stage())
-
-    def raw(self, name: str) -> memoryview:
-        """See `Pin.raw`."""
-        return self._pin.raw(name)
-
-    def numpy(self, name: str) -> "np.ndarray[Any, Any]":
-        """See `Pin.numpy`."""
-        return self._pin.numpy(name)
-
-    def torch(self, name: str) -> "Tensor":
-        """See `Pin.torch`."""
-        return self._pin.torch(name)
-
-    def state_dict(self) -> "dict[str, Tensor]":
-        """See `Pin.state_dict`."""
-        return self._pin.state_dict()
-
-    def load_into(self, target: "Mapping[str, Tensor]") -> None:
-        """See `Pin.load_into`."""
-        self._pin.load_into(target)
-
-    def fits(self, target: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-        """See `Pin.fits`."""
-        return self._pin.fits(target)
-
-    def carried(self, name: str) -> bytes:
-        """See `Pin.carried`."""
-        return self._pin.carried(name)
+        return self.twin.lost
 
 
-class SyncSubscriber(_Opened):
+class SyncSubscriber(_Opened[Subscriber]):
     """The same calls as `Subscriber`, each returning when it is done."""
 
-    def __init__(self, loop: _Loop, subscriber: Subscriber) -> None:
-        super().__init__(loop)
-        self._subscriber = subscriber
-
-    def latest(self) -> Version | None:
-        """See `Subscriber.latest`."""
-        return self._loop.run(self._subscriber.latest())
-
-    def wait_for(self, version: int, timeout_s: float | None = None) -> Version:
-        """See `Subscriber.wait_for`."""
-        return self._loop.run(self._subscriber.wait_for(version, timeout_s))
-
-    def wait_newer(self, than: int | None, timeout_s: float | None = None) -> Version:
-        """See `Subscriber.wait_newer`."""
-        return self._loop.run(self._subscriber.wait_newer(than, timeout_s))
+    latest = waiting(Subscriber.latest)
+    wait_for = waiting(Subscriber.wait_for)
+    wait_newer = waiting(Subscriber.wait_newer)
+    acknowledge = waiting(Subscriber.acknowledge)
 
     @contextlib.contextmanager
     def pin(self, version: int | None = None) -> Iterator[SyncPin]:
         """See `Subscriber.pin`."""
-        held = self._subscriber.pin(version)
-        pin = self._loop.run(held.__aenter__())
+        held = self.twin.pin(version)
+        pin = self.run(held.__aenter__())
         try:
             yield SyncPin(self._loop, pin)
         finally:
-            self._loop.run(held.__aexit__(None, None, None))
+            self.run(held.__aexit__(None, None, None))
 
     @property
     def acknowledged(self) -> int | None:
         """See `Subscriber.acknowledged`."""
-        return self._subscriber.acknowledged
-
-    def acknowledge(self, version: int) -> None:
-        """See `Subscriber.acknowledge`."""
-        self._loop.run(self._subscriber.acknowledge(version))
+        return self.twin.acknowledged

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.errors import Corrupt, Gone, HoldfastError, NotFound
+from holdfast.text import several
 from holdfast.weights import foreign
 from holdfast.weights.book import DELETING, Book, View
 from holdfast.weights.channel import Channel
@@ -37,9 +38,8 @@ from holdfast.weights.manifest import (
     decode,
     digest,
 )
-from holdfast.weights.policy import Retention
 from holdfast.weights.records import Swept, Version
-from holdfast.weights.sweep import Scan, Sweeper
+from holdfast.weights.sweep import Scan, look
 from holdfast.weights.trouble import translate
 from holdfast.weights.writing import close_files
 
@@ -94,7 +94,7 @@ async def verify(
     more, and the newest one without a mark counts as the newest. Raises `NotFound` or `Gone`
     for a number that is not in the book.
     """
-    scan = await Sweeper(channel, book, Retention()).scan()
+    scan = await look(channel)
     view = await book.view()
     there = [one for one in view.versions if view.marks.get(one) != DELETING]
     wanted = sorted(there) if numbers is None else sorted(set(numbers))
@@ -157,9 +157,7 @@ async def _mark(book: Book, findings: Iterable[Finding]) -> None:
         if one.unfit:
             reasons.setdefault(one.version, []).append(one.detail)
     for number, details in reasons.items():
-        more = len(details) - REASONS_MAX
-        text = "; ".join(details[:REASONS_MAX]) + (f"; and {more} more" if more > 0 else "")
-        await book.mark(number, text)
+        await book.mark(number, several(details, REASONS_MAX, "; ", "; and "))
 
 
 class _Meter:
@@ -295,8 +293,7 @@ def _names(manifest: Manifest, items: dict[str, Item]) -> list[Finding]:
     found = []
     for name in sorted(listed - items.keys()):
         tensors = sorted(tensor.name for tensor in manifest.tensors if tensor.file == name)
-        more = f" and {len(tensors) - REASONS_MAX} more" if len(tensors) > REASONS_MAX else ""
-        lost = f", with the tensors {', '.join(tensors[:REASONS_MAX])}{more}" if tensors else ""
+        lost = f", with the tensors {several(tensors, REASONS_MAX)}" if tensors else ""
         found.append(Finding(number, "missing", f"{where}/{name} is missing{lost}", name))
     for name in sorted(items.keys() - listed - {MANIFEST, STABLE}):
         if not name.startswith("."):  # those are the disk's own

@@ -7,7 +7,6 @@ vanishes with its lease. Leases are looked at every `show_s`, so that the two ar
 and a consumer that has gone silent is told of before its lease ends.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 
@@ -18,7 +17,7 @@ from holdfast.ledger import Entry, Record, follow
 from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.text import size
 from holdfast.timeouts import DEFAULTS
-from holdfast.weights.book import Book, View
+from holdfast.weights.book import Book, View, at_least_every
 from holdfast.weights.channel import Channel
 from holdfast.weights.records import Consumer, Keys, Mark, Target, Version, Writer
 
@@ -168,29 +167,21 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
     """Yield "watching" once everything was read, then whatever happens, for ever."""
     leases, reach = _Leases(channel), _Reach(channel)
     before: State | None = None
-    async with contextlib.aclosing(_states(channel, book)) as states:
-        coming = asyncio.ensure_future(anext(states))
-        try:
-            while True:
-                await asyncio.wait({coming}, timeout=DEFAULTS.show_s)
-                news: list[Happening] = []
-                if coming.done():
-                    after = coming.result()
-                    coming = asyncio.ensure_future(anext(states))
-                    if before is None:
-                        news.append(Happening("watching"))
-                    else:
-                        news += [leases.explain(one) for one in happened(before, after)]
-                    before = after
-                if before is not None:
-                    news += await leases.look(before)
-                    news += await reach.look()
-                for one in news:
-                    yield one
-        finally:
-            coming.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
-                await coming
+    paced = at_least_every(DEFAULTS.show_s, _states(channel, book))
+    async with contextlib.aclosing(paced) as states:
+        async for after in states:
+            news: list[Happening] = []
+            if after is not None:
+                if before is None:
+                    news.append(Happening("watching"))
+                else:
+                    news += [leases.explain(one) for one in happened(before, after)]
+                before = after
+            if before is not None:
+                news += await leases.look(before)
+                news += await reach.look()
+            for one in news:
+                yield one
 
 
 async def _states(channel: Channel, book: Book) -> AsyncGenerator[State, None]:

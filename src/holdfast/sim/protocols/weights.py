@@ -362,7 +362,7 @@ class _Channel(Channel):
         super().__init__(ROOT, None, CHANNEL, runtime=node, disk=node.disk)
         self._protocol = protocol
 
-    def book(self, name: str, guards: Sequence[Compare] = ()) -> Book:
+    def book(self, name: str, guards: Sequence[Compare] = (), **_: bool) -> Book:
         """See `Channel.book`."""
         return self._protocol.book(self.runtime, self.keys, name, guards)
 
