@@ -25,6 +25,7 @@ import msgspec
 from holdfast.errors import MissingPackage, Mistake, Unavailable
 from holdfast.fetch import fetch
 from holdfast.proc import Child, HeldPort, spawn
+from holdfast.timeouts import DEFAULTS
 
 __all__ = [
     "EtcdCluster",
@@ -38,8 +39,6 @@ __all__ = [
 ]
 
 HOST = "127.0.0.1"
-READY_S = 30.0
-_ASK_S = 1.0
 
 
 def find_program(name: str, packages: str) -> str:
@@ -90,7 +89,7 @@ class Server(ABC):
                 raise
         return self
 
-    def wait_ready(self, timeout_s: float = READY_S) -> None:
+    def wait_ready(self, timeout_s: float = DEFAULTS.server_ready_s) -> None:
         """Wait until it answers; raise when it ends or the time is over."""
         self._running().wait_until(self.ready, timeout_s)
 
@@ -204,7 +203,7 @@ class EtcdServer(Server):
         status, answer = fetch(
             "POST",
             f"{'http' if self._tls is None else 'https'}://{HOST}:{self.port}{path}",
-            timeout_s=_ASK_S,
+            timeout_s=DEFAULTS.server_ask_s,
             headers={"Authorization": token} if token else {},
             body=json.dumps(request).encode(),
             tls=context,
@@ -279,7 +278,7 @@ class RedisServer(Server):
     def ready(self) -> bool:
         """Whether it answers a ping; while it loads its file it does not."""
         try:
-            with socket.create_connection(self.endpoint, timeout=_ASK_S) as sock:
+            with socket.create_connection(self.endpoint, timeout=DEFAULTS.server_ask_s) as sock:
                 sock.sendall(b"PING\r\n")
                 return sock.recv(64).startswith(b"+PONG")
         except OSError:
@@ -337,7 +336,7 @@ class MooncakeServer(Server):
         with contextlib.suppress(OSError, Unavailable):
             self.segments()
             _ask_http(self.metadata_port, "/metadata?key=none")
-            with socket.create_connection(self.endpoint, timeout=_ASK_S):
+            with socket.create_connection(self.endpoint, timeout=DEFAULTS.server_ask_s):
                 return True
         return False
 
@@ -380,5 +379,5 @@ class MooncakeHolder(Server):
 
 
 def _ask_http(port: int, path: str) -> str:
-    _, answer = fetch("GET", f"http://{HOST}:{port}{path}", timeout_s=_ASK_S)
+    _, answer = fetch("GET", f"http://{HOST}:{port}{path}", timeout_s=DEFAULTS.server_ask_s)
     return answer.decode(errors="replace")

@@ -120,6 +120,9 @@ _ORDER: dict[str, str] = {
     "etcd_min_lease_s <= node_lease_s": (
         "etcd silently lengthens a shorter lease, and a dead node holds its rank for longer"
     ),
+    "server_ask_s < server_ready_s": (
+        "a server that does not answer once must be asked again while it may still start"
+    ),
     "adoption_s < birth_s": (
         "a child that is not adopted must have ended before its start is given up"
     ),
@@ -288,6 +291,10 @@ class Timeouts(BaseModel):
 
     node_lease_s: Seconds = 5.0
     """How long a node of a run holds its rank after its last sign of life."""
+    min_node_lease_s: Seconds = 0.5
+    """The shortest lease of a node that `launch` takes where the ledger grants any."""
+    stand_in_s: Seconds = 0.2
+    """How far apart members begin to stand in for a closer: the first is nearly always alone."""
     cycle_look_s: Seconds = 1.0
     """When the closer looks at a cycle again after it tried to change it."""
     node_probe_s: Seconds = 10.0
@@ -309,6 +316,14 @@ class Timeouts(BaseModel):
     """How often a process looks at children, files and ports that tell it nothing."""
     log_trim_s: Seconds = 5.0
     """How often the log of a running process is bounded."""
+    log_copy_s: Seconds = 0.1
+    """How often a node copies what its workers wrote to its own output."""
+    stack_quiet_s: Seconds = 0.1
+    """How long nothing more is written before a worker's stacks count as complete."""
+    server_ready_s: Seconds = 30.0
+    """How long a server of our own (etcd, Redis, Mooncake) may take to start."""
+    server_ask_s: Seconds = 1.0
+    """How long such a server may take to answer whether it is ready."""
     well_s: Seconds = 10.0
     """A process that has lived so long was well: its death counts as a first one."""
     restart_pause_s: Seconds = 5.0
@@ -444,6 +459,8 @@ class Timeouts(BaseModel):
     """How often chaos looks how far a run is, and whether a victim is there."""
     chaos_refill_s: Seconds = 0.01
     """How often a fault that fills a disk takes what others have freed."""
+    chaos_alive_s: Seconds = 1.0
+    """How often a run under chaos looks whether the process that causes the faults lives."""
     chaos_find_s: Seconds = 20.0
     """How long chaos waits for a victim that is just being started again."""
 

@@ -26,7 +26,6 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["describe", "resolve"]
 
-_LEASE_LEAST_S = 0.5
 _DOMAIN_CHARS = 200
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 
@@ -68,7 +67,7 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
     )
     rules.check()
     lease_s = _float(given["lease"])
-    least_s = DEFAULTS.etcd_min_lease_s if url.startswith("etcd:") else _LEASE_LEAST_S
+    least_s = DEFAULTS.etcd_min_lease_s if url.startswith("etcd:") else DEFAULTS.min_node_lease_s
     if not least_s <= lease_s <= MAX_LEASE_S:
         raise Mistake(f"--lease {lease_s:g}: at least {least_s:g} s on this ledger, at most a day")
     grace_s, hang_s = _float(given["grace"]), given["hang_after"]

@@ -27,7 +27,6 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Hang", "Learnt", "Limits", "Watched", "dump", "judge"]
 
-_QUIET_S = 0.1
 _MAX_STACK_BYTES = 1 << 18
 _THREAD = re.compile(r"(Thread|Current thread) 0x[0-9a-f]+( \[.*?\])? \(most recent call first\)")
 
@@ -223,7 +222,7 @@ async def _settled(grown: Callable[[], int], limit_s: float) -> bool:
     while loop.time() < deadline:
         if (size := grown()) != before:
             before, since = size, loop.time()
-        elif size and loop.time() - since >= _QUIET_S:
+        elif size and loop.time() - since >= DEFAULTS.stack_quiet_s:
             return True
         await asyncio.sleep(DEFAULTS.process_look_s)
     return before > 0

@@ -30,11 +30,11 @@ import msgspec
 
 from holdfast.errors import Denied, Mistake, NoRoom
 from holdfast.launch.spec import Seat
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["MAX_LINE_BYTES", "CycleLogs", "Files", "Logs", "Streams", "parse_streams"]
 
 MAX_LINE_BYTES = 1 << 16
-POLL_S = 0.1
 _TAIL_BYTES = 4096
 
 
@@ -210,10 +210,12 @@ class _Tailer:
             return
         self._deadline = time.monotonic() + drain_s
         self._end.set()
-        self._thread.join(drain_s + POLL_S)  # it may be stuck in a write: then it is left behind
+        self._thread.join(
+            drain_s + DEFAULTS.log_copy_s
+        )  # it may be stuck in a write: then it is left behind
 
     def _run(self) -> None:
-        while not self._end.wait(POLL_S):
+        while not self._end.wait(DEFAULTS.log_copy_s):
             while self._copy(last=False) and not self._end.is_set():
                 pass
         while self._copy(last=True) and time.monotonic() < self._deadline:
@@ -241,7 +243,7 @@ class _Tailer:
             except BlockingIOError:
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
-                poll.poll(1000 * POLL_S)
+                poll.poll(1000 * DEFAULTS.log_copy_s)
                 if self._end.is_set() and time.monotonic() > self._deadline:
                     return
             except OSError:

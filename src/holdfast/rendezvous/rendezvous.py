@@ -63,6 +63,7 @@ from holdfast.rendezvous.records import (
     Rules,
     put_cycle,
 )
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Place", "Rendezvous"]
 
@@ -70,8 +71,6 @@ T = TypeVar("T")
 
 _NAME_TAKEN_LEASES = 3
 _STAND_INS = 3
-_STAND_IN_S = 0.2
-"""How far apart they begin: the first of them is nearly always alone."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -425,7 +424,7 @@ class Rendezvous:
             return None
         for rank, member in enumerate(cycle.members[:_STAND_INS]):
             if member.name == self._name:
-                return cycle.rules.settle_s + _STAND_IN_S * (rank + 1)
+                return cycle.rules.settle_s + DEFAULTS.stand_in_s * (rank + 1)
         return None
 
     async def _stand_in(self, news: asyncio.Event, patience_s: float) -> None:

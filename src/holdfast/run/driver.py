@@ -20,12 +20,12 @@ from holdfast import proc
 from holdfast.errors import HoldfastError, Mistake, TimedOut
 from holdfast.run.folder import Folder
 from holdfast.run.supervisor import FAULTS, LINE
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["drive", "supervise"]
 
 _CHAOS = [sys.executable, "-m", "holdfast.chaos.runs"]
 MAX_LIVES = 100
-_LOOK_S = 1.0
 
 
 class _Needs(msgspec.Struct):
@@ -93,7 +93,7 @@ def _ended(child: proc.Child, *, line: proc.Child | None = None) -> int:
     """Wait for its end; bring it about if it has a line and who carries that has died."""
     while True:
         try:
-            return child.wait(_LOOK_S)
+            return child.wait(DEFAULTS.chaos_alive_s)
         except TimedOut:
             if line is not None and not line.alive():
                 sys.stderr.write("holdfast: chaos has died: the run goes on without it\n")
