@@ -159,7 +159,7 @@ class Side:
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=4 * HANG_S,  # a whole run, on a busy machine
         )
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout

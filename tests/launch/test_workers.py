@@ -48,6 +48,26 @@ async def test_all_exit_0(tmp_path: Path) -> None:
     assert (folder / "rank_5.stdout").read_text() == "5 1 ['--slot=1']\n"
 
 
+async def test_an_end_that_comes_while_another_is_told_is_a_failure(tmp_path: Path) -> None:
+    """The kill is seen in the same turn of the loop in which the waiter is woken for another
+    reason: it waits for the rest of the story instead of telling half of it."""
+    loop = asyncio.get_running_loop()
+    reading, writing = os.pipe()
+    async with started(make_spec(script(tmp_path, FOREVER)), tmp_path) as workers:
+        waiting = asyncio.ensure_future(workers.wait())
+        await asyncio.sleep(0)
+        loop.add_reader(reading, lambda: (os.read(reading, 1), workers._changed.set()))
+        os.write(writing, b"x")  # the loop hears of this first, and of the kill in the same turn
+        os.kill(workers.pids[0], signal.SIGKILL)
+        os.waitid(os.P_PID, workers.pids[0], os.WEXITED | os.WNOWAIT)
+        outcome = await asyncio.wait_for(waiting, HANG_S)
+        loop.remove_reader(reading)
+    os.close(reading)
+    os.close(writing)
+    assert outcome.first is not None
+    assert outcome.first.code == -9
+
+
 ENDINGS = {
     "raise": ("raise ValueError('oh é')", 1, "ValueError: oh é"),
     "exit 3": ("import sys; sys.exit(3)", 3, ""),
