@@ -23,6 +23,7 @@ from holdfast.ledger.types import (
     Put,
     Txn,
     holds,
+    written,
 )
 
 HISTORY_MAX = 10_000
@@ -129,14 +130,7 @@ class Store:
         return Txn(succeeded, self.revision, tuple(results))
 
     def _put(self, op: Put, previous: Entry | None, revision: int) -> Event:
-        entry = Entry(
-            key=op.key,
-            value=op.value,
-            create_revision=previous.create_revision if previous else revision,
-            mod_revision=revision,
-            version=previous.version + 1 if previous else 1,
-            lease=op.lease,
-        )
+        entry = written(op, previous, revision)
         self._unbind(previous)
         if op.lease:
             self._leases[op.lease].keys.add(op.key)

@@ -23,7 +23,7 @@ import msgspec
 from holdfast.errors import Conflict, Corrupt, Fenced, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import Runtime
-from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged
+from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged, written
 from holdfast.retry import Policy
 
 __all__ = [
@@ -199,17 +199,32 @@ class _Change(Generic[R]):
         if verdict is KEEP or (verdict is REMOVE and stored is None):
             return stored
         try:
-            committed, written = await _commit(
-                self.runtime, self.key, stored, verdict, self.lease, self.guards
-            )
+            txn, there = await self._commit(entry, verdict)
         except UnknownOutcome as error:
             self.lost, self.over = error, entry
             raise
-        if committed:
-            return written
+        if txn.succeeded:
+            return there
+        if txn.results[0] == entry:
+            # The record was read by the transaction itself: a later look could find it changed
+            # back. It is as it was, so it was a guard that failed, and looking again cannot help.
+            raise Fenced(f"{self.key} was not changed: a guard no longer holds", key=self.key)
         if self.lost is not None:
             self._may_be_ours()
         raise Conflict(f"{self.key} was changed by others again and again", key=self.key)
+
+    async def _commit(
+        self, entry: Entry | None, verdict: R | Verdict
+    ) -> tuple[Txn, Stored[R] | None]:
+        """Try once; returns the answer, and what is there if it was committed."""
+        compare = [unchanged(entry) if entry else absent(self.key), *self.guards]
+        if not isinstance(verdict, Record):
+            txn = await self.runtime.ledger.txn(compare, [Delete(self.key)], [Get(self.key)])
+            return txn, None
+        bound = self.lease if self.lease is not None else (entry.lease if entry else 0)
+        op = put(self.key, verdict, lease=bound, over=entry)
+        txn = await self.runtime.ledger.txn(compare, [op], [Get(self.key)])
+        return txn, Stored(written(op, entry, txn.revision), verdict)
 
     def _may_be_ours(self) -> None:
         if not self.repeatable:
@@ -223,42 +238,3 @@ class _Change(Generic[R]):
             f"{why}; look before trying again",
             key=self.key,
         )
-
-
-async def _commit(
-    runtime: Runtime,
-    key: str,
-    stored: Stored[R] | None,
-    verdict: R | Verdict,
-    lease: int | None,
-    guards: Sequence[Compare],
-) -> tuple[bool, Stored[R] | None]:
-    """Try once; tells whether it was committed, and what is there then."""
-    entry = stored.entry if stored else None
-    compare = unchanged(entry) if entry else absent(key)
-    if not isinstance(verdict, Record):
-        txn = await runtime.ledger.txn([compare, *guards], [Delete(key)], [Get(key)])
-        _check_guards(txn, key, entry)
-        return txn.succeeded, None
-    bound = lease if lease is not None else (entry.lease if entry else 0)
-    op = put(key, verdict, lease=bound, over=entry)
-    txn = await runtime.ledger.txn([compare, *guards], [op], [Get(key)])
-    _check_guards(txn, key, entry)
-    fresh = Entry(
-        key,
-        op.value,
-        entry.create_revision if entry else txn.revision,
-        txn.revision,
-        entry.version + 1 if entry else 1,
-        bound,
-    )
-    return txn.succeeded, Stored(fresh, verdict)
-
-
-def _check_guards(txn: Txn, key: str, entry: Entry | None) -> None:
-    """Raise when it was a guard that failed: looking again would not help.
-
-    The record was read by the transaction itself: a later look could find it changed back.
-    """
-    if not txn.succeeded and txn.results[0] == entry:
-        raise Fenced(f"{key} was not changed: a guard no longer holds", key=key)

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.errors import Unavailable
 from holdfast.ledger.types import (
+    FIELDS,
     Batch,
     Compare,
     Delete,
@@ -27,7 +28,6 @@ from holdfast.ledger.types import (
     Op,
     Put,
     Relation,
-    Target,
     Txn,
 )
 
@@ -62,13 +62,6 @@ T = TypeVar("T")
 INT64_MAX = (1 << 63) - 1
 FRAME_BYTES_MAX = 64 << 20
 
-_TARGETS: dict[Target, tuple[str, str]] = {
-    "create": ("CREATE", "create_revision"),
-    "mod": ("MOD", "mod_revision"),
-    "version": ("VERSION", "version"),
-    "lease": ("LEASE", "lease"),
-    "value": ("VALUE", "value"),
-}
 _RELATIONS: dict[Relation, str] = {
     "==": "EQUAL",
     "!=": "NOT_EQUAL",
@@ -234,15 +227,14 @@ def range_json(key: bytes, end: bytes = b"", *, limit: int = 0, revision: int = 
 
 def compare_json(compare: Compare) -> Json:
     """One condition. Numbers beyond 64 bits are cut: no real one is ever that far."""
-    target, field = _TARGETS[compare.target]
     operand: object = compare.operand
     if isinstance(compare.operand, int):
         operand = str(max(-INT64_MAX, min(int(compare.operand), INT64_MAX)))
     return {
         "key": compare.key.encode(),
-        "target": target,
+        "target": compare.target.upper(),
         "result": _RELATIONS[compare.relation],
-        field: operand,
+        FIELDS[compare.target]: operand,
     }
 
 
