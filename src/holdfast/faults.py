@@ -37,10 +37,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import msgspec
 
@@ -160,19 +160,13 @@ class FaultFired(events.Event, frozen=True, tag="fault.fired"):
 
 
 class Catalogue(msgspec.Struct, frozen=True):
-    """Every declared point with its description; printable.
+    """Every declared point with its description.
 
     `skipped` names modules that could not be looked at, with the package they lack.
     """
 
     points: dict[str, str]
     skipped: dict[str, str]
-
-    def __str__(self) -> str:
-        width = max(map(len, self.points), default=0)
-        lines = [f"{name:<{width}}  {about}" for name, about in self.points.items()]
-        lines += [f"({name} not looked at: {why})" for name, why in self.skipped.items()]
-        return "\n".join(lines)
 
 
 _declared: dict[str, str] = {}
@@ -283,17 +277,9 @@ def parse(text: str) -> Plan:
                 "'point:stop', 'point:delay=0.5@1+' or 'point:raise=Unavailable'"
             )
         name, action, value, first, often = match.groups()
+        when: Any = {"first": int(first or 1), "onward": often == "+", "once": often == "!"}
         try:
-            clauses.append(
-                Clause(
-                    name,
-                    cast(Action, action),
-                    value or "",
-                    int(first or 1),
-                    onward=often == "+",
-                    once=often == "!",
-                )
-            )
+            clauses.append(Clause(name, cast(Action, action), value or "", **when))
         except Mistake as error:
             raise Mistake(f"fault clause {part[:200]!r}: {error}") from None
     return Plan(tuple(clauses))
@@ -341,9 +327,13 @@ def check(plan: Plan | str) -> None:
     known = catalogue().points
     for clause in (parse(plan) if isinstance(plan, str) else plan).clauses:
         if clause.point not in known:
-            near = difflib.get_close_matches(clause.point, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "faults.catalogue() lists them all"
+            hint = _hint(clause.point, known, "faults.catalogue() lists them all")
             raise Mistake(f"there is no fault point {clause.point}: {hint}")
+
+
+def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _import_all(package: ModuleType, skipped: dict[str, str]) -> None:
@@ -373,8 +363,7 @@ def _warn(plan: Plan) -> None:
     known = set(declared_in(holdfast))
     for name in dict.fromkeys(clause.point for clause in plan.clauses):
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`holdfast faults` lists them."
+            hint = _hint(name, known, "`holdfast faults` lists them.")
             sys.stderr.write(
                 f"holdfast: {PLAN_VARIABLE}: Holdfast has no fault point {name}: {hint}\n"
             )

@@ -52,7 +52,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]:
         led = open(url)
         assert isinstance(led, SqliteLedger)
-        assert led._path == path.absolute()
+        assert led.path == path.absolute()
 
 
 def test_etcd_options() -> None:
