@@ -12,7 +12,6 @@ import pytest
 from holdfast import proc
 from holdfast.errors import Fenced, LeaseLost, Mistake
 from holdfast.ledger import (
-    KEEP,
     Delete,
     Keeper,
     LiveRuntime,
@@ -260,7 +259,3 @@ def test_sync_facade_and_its_watch(tmp_path: Path) -> None:
 def test_sync_open_fails_cleanly(tmp_path: Path) -> None:
     with pytest.raises(Mistake):
         open_sync(f"sqlite:///{tmp_path}/no/x.db")
-
-
-def test_decide_keep_is_printable() -> None:
-    assert repr(KEEP) == "KEEP"

@@ -1,7 +1,6 @@
 """Killing writers: the ledger's file survives kill -9 of any process at any moment."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -187,19 +186,3 @@ def test_a_stopped_writer_is_reported_not_waited_for_ever(tmp_path: Path) -> Non
     asyncio.run(main())
     os.close(reading)
     os.close(writing)
-
-
-def test_history_survives_as_json(tmp_path: Path) -> None:
-    """Values are bytes; what people see of them is valid JSON also for bytes that are not text."""
-    from click.testing import CliRunner
-
-    from holdfast.ledger.commands import ledger as command
-
-    async def fill() -> None:
-        async with ledger.open(f"sqlite:///{tmp_path}/x.db") as led:
-            await led.txn([], [Put("/binary", b"\xff\x00"), Put("/text", b"{}")])
-
-    asyncio.run(fill())
-    result = CliRunner().invoke(command, ["ls", f"sqlite:///{tmp_path}/x.db", "--json"])
-    assert result.exit_code == 0
-    assert [json.loads(line)["key"] for line in result.output.splitlines()] == ["/binary", "/text"]
