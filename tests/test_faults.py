@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import events, faults
 from holdfast.errors import Mistake, NoRoom, Unavailable
-from holdfast.faults import Clause, FaultFired, Hits, Plan
+from holdfast.faults import Clause, FaultFired, Plan
 from holdfast.proc import Child, die_with_parent, spawn
 from patience import HANG_S
 
@@ -99,7 +99,6 @@ def test_bad_plans_are_one_mistake(text: str) -> None:
     with pytest.raises(Mistake):
         faults.arm(text)
     faults.point("a.b")
-    assert faults.hits() == {}
 
 
 @given(
@@ -130,7 +129,6 @@ def test_the_nth_hit(clause: str, firing: set[int]) -> None:
             assert "test.here" in str(error)  # noqa: PT017 -- it does not always fire
             fired.add(hit)
     assert fired == firing
-    assert faults.hits() == {"test.here": Hits(5, len(firing))}
 
 
 def test_errors_that_are_raised() -> None:
@@ -151,12 +149,9 @@ def test_arming_and_disarming() -> None:
     faults.point(HERE)
     with pytest.raises(Unavailable):
         faults.point(HERE)
+    faults.arm("test.here:raise=Unavailable@1")
     faults.disarm()
     faults.point(HERE)
-    assert faults.hits() == {"test.here": Hits(2, 1)}
-    faults.arm("")
-    faults.point(HERE)
-    assert faults.hits() == {}
 
 
 def test_several_clauses_for_one_point() -> None:
@@ -167,12 +162,11 @@ def test_several_clauses_for_one_point() -> None:
         faults.point(HERE)
     with pytest.raises(NoRoom):
         faults.point(HERE)
-    assert faults.hits()[HERE] == Hits(3, 3)
 
 
 def test_threads_count_together() -> None:
     """Of many hits at the same time exactly one is the n-th."""
-    faults.arm("test.here:raise=Unavailable@1500")
+    faults.arm("test.here:raise=Unavailable@1500;test.here:raise=NoRoom@3001")
     fired: list[str] = []
 
     def work() -> None:
@@ -188,7 +182,8 @@ def test_threads_count_together() -> None:
     for thread in threads:
         thread.join(HANG_S)
     assert len(fired) == 1
-    assert faults.hits()[HERE] == Hits(3000, 1)
+    with pytest.raises(NoRoom):
+        faults.point(HERE)  # the 3001st: none was counted twice, and none was missed
 
 
 def test_a_point_that_is_off_costs_next_to_nothing() -> None:
@@ -433,10 +428,8 @@ def test_once_is_remembered_by_the_log(tmp_path: Path, monkeypatch: pytest.Monke
     faults.arm("test.here:raise=Unavailable@1!")
     with pytest.raises(Unavailable):
         faults.point(HERE)
-    assert faults.hits() == {HERE: Hits(1, 1)}
     faults.arm("test.here:raise=Unavailable@1!")
     faults.point(HERE)
-    assert faults.hits() == {HERE: Hits(1, 0)}
 
 
 def test_a_process_with_another_plan_is_left_alone(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ import holdfast
 from holdfast import errors, events
 from holdfast.errors import Mistake
 
-__all__ = ["Catalogue", "Clause", "Hits", "Plan", "apoint", "arm", "catalogue", "check"]
-__all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "hits", "parse", "point"]
+__all__ = ["Catalogue", "Clause", "Plan", "apoint", "arm", "catalogue", "check"]
+__all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "parse", "point"]
 
 PLAN_VARIABLE = "HOLDFAST_FAULTS"
 LOG_VARIABLE = "HOLDFAST_FAULTS_LOG"
@@ -142,13 +142,6 @@ class Plan(msgspec.Struct, frozen=True):
         return ";".join(map(str, self.clauses))
 
 
-class Hits(msgspec.Struct, frozen=True):
-    """How often a point was passed, and how often it fired."""
-
-    hits: int = 0
-    fired: int = 0
-
-
 class FaultFired(events.Event, frozen=True, tag="fault.fired"):
     """A fault point is about to act."""
 
@@ -171,7 +164,7 @@ class Catalogue(msgspec.Struct, frozen=True):
 
 _declared: dict[str, str] = {}
 _armed: dict[str, tuple[Clause, ...]] | None = None
-_hits: dict[str, Hits] = {}
+_hits: dict[str, int] = {}
 _lock = threading.RLock()  # a signal handler may pass a point while we count
 
 
@@ -211,12 +204,10 @@ def _fire(name: str) -> Iterator[Clause]:
         clauses = (_armed or {}).get(name)
         if clauses is None:
             return
-        before = _hits.get(name, Hits())
-        hit = before.hits + 1
+        _hits[name] = hit = _hits.get(name, 0) + 1
         matching = [clause for clause in clauses if clause.matches(hit)]
         told = [(one, FaultFired(point=name, action=one.action, hit=hit)) for one in matching]
         firing = [(one, fired) for one, fired in told if not one.once or _log(fired, once=True)]
-        _hits[name] = Hits(hit, before.fired + bool(firing))
     for clause, fired in firing:
         events.emit(fired)
         if not clause.once:
@@ -303,16 +294,10 @@ def arm(plan: Plan | str) -> None:
 
 
 def disarm() -> None:
-    """Let every point do nothing again. What was counted can still be read."""
+    """Let every point do nothing again."""
     global _armed
     with _lock:
         _armed = None
-
-
-def hits() -> dict[str, Hits]:
-    """What was counted since `arm`: every point of the plan that was passed."""
-    with _lock:
-        return dict(_hits)
 
 
 def catalogue() -> Catalogue:

@@ -106,7 +106,7 @@ class Server(ABC):
         child.kill_group()
 
     def restart(self, *, wait: bool = True) -> Self:
-        """Bring a killed or stopped server back, on the same port with the same data."""
+        """Bring a killed server back, on the same port with the same data."""
         return self.start(wait=wait)
 
     def pause(self) -> None:
@@ -118,13 +118,6 @@ class Server(ABC):
     def resume(self) -> None:
         """SIGCONT."""
         self._running().signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End it in good order. Stopping twice does no harm."""
-        child, self.child = self.child, None
-        if child is not None:
-            child.signal(signal.SIGCONT)  # a paused process cannot hear SIGTERM
-            child.stop()
 
     def _running(self) -> Child:
         if self.child is None:

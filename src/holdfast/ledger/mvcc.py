@@ -7,6 +7,7 @@ by `history_max` revisions (older ones are compacted by themselves).
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from sortedcontainers import SortedDict
 
@@ -29,13 +30,11 @@ from holdfast.ledger.types import (
 HISTORY_MAX = 10_000
 
 
+@dataclass(slots=True)
 class _Lease:
-    __slots__ = ("deadline", "keys", "ttl_s")
-
-    def __init__(self, ttl_s: float, deadline: float) -> None:
-        self.ttl_s = ttl_s
-        self.deadline = deadline
-        self.keys: set[str] = set()
+    ttl_s: float
+    deadline: float
+    keys: set[str] = field(default_factory=set)
 
 
 class Store:

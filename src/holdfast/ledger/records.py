@@ -14,6 +14,7 @@ harm (`repeatable=True`): as soon as the record may have been changed by the los
 carries an identity that stays the same across attempts.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -55,30 +56,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 R = TypeVar("R", bound=Record)
 
 
+@dataclass(slots=True, eq=False)
 class Stored(Generic[R]):
     """A record together with the entry it came from."""
 
-    __slots__ = ("entry", "record")
-
-    def __init__(self, entry: Entry, record: R) -> None:
-        self.entry = entry
-        self.record = record
+    entry: Entry
+    record: R
 
 
-class Verdict:
-    """What a deciding function may return instead of a record: KEEP or REMOVE."""
+class Verdict(enum.Enum):
+    """What a deciding function may return instead of a record."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
+    KEEP = "leave the record as it is"
+    REMOVE = "delete the record"
 
 
-KEEP = Verdict("KEEP")
-"""What a deciding function returns to leave the record as it is."""
-REMOVE = Verdict("REMOVE")
-"""What a deciding function returns to delete the record."""
+KEEP, REMOVE = Verdict.KEEP, Verdict.REMOVE
 
 _ATTEMPTS_MAX = 10_000
 """Time ends an update, not the number of its attempts: the waits between them add up."""

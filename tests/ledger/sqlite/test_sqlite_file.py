@@ -26,6 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Put, open_sync
 from holdfast.ledger.check import check
+from holdfast.ledger.sqlite import SqliteLedger
 from holdfast.ledger.sqlite import file as ledger_file
 from holdfast.ledger.sqlite import write as ledger_write
 from patience import HANG_S
@@ -257,16 +258,11 @@ def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_closed_objects_say_so(tmp_path: Path) -> None:
+async def test_closed_objects_say_so(led: SqliteLedger) -> None:
     """Using a ledger after close is a mistake with a clear message."""
-
-    async def main() -> None:
-        async with ledger.open(f"sqlite:///{tmp_path}/x.db") as led:
-            pass
-        with pytest.raises(Mistake, match="not open"):
-            await led.get("/a")
-
-    asyncio.run(main())
+    await led.close()
+    with pytest.raises(Mistake, match="not open"):
+        await led.get("/a")
 
 
 def modes(path: Path) -> dict[str, int]:

@@ -31,31 +31,6 @@ from holdfast.ledger.types import (
     Txn,
 )
 
-__all__ = [
-    "Answer",
-    "Authenticated",
-    "Batches",
-    "Fault",
-    "Frames",
-    "KeyValue",
-    "LeaseAnswer",
-    "LeaseList",
-    "RangeAnswer",
-    "TxnAnswer",
-    "Verdict",
-    "WatchAnswer",
-    "WatchFrame",
-    "compare_json",
-    "decode",
-    "encode",
-    "entry",
-    "fault_of",
-    "range_json",
-    "txn_json",
-    "txn_of",
-    "watch_json",
-]
-
 Json = dict[str, object]
 T = TypeVar("T")
 
