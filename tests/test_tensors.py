@@ -21,7 +21,7 @@ from holdfast.tensors import DTYPES, Source, as_numpy, as_torch, size, source, s
 from holdfast.weights.manifest import digest
 
 # What the safetensors library takes each code for, and what it does not have.
-TORCH: dict[str, torch.dtype] = {
+TORCH: dict[str, Any] = {
     **safetensors.torch._TYPES,
     "C128": torch.complex128,
     "F8_E8M0": torch.float8_e8m0fnu,

@@ -77,7 +77,7 @@ def test_every_broken_rule_is_named() -> None:
 )
 def test_relations(left: float, relation: str, right: float, factor: float, holds: bool) -> None:
     """Equality, strictness and factors, with rounding forgiven."""
-    rule = Rule("a", relation, "b", "because", factor)  # type: ignore[arg-type]
+    rule = Rule("a", relation, "b", "because", factor)
     assert rule.holds(left, right) is holds
 
 

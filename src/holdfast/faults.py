@@ -23,15 +23,14 @@ HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows. That fi
 processes know that a `!` has had its one firing: without it, such a clause is a mistake.
 """
 
+import ast
 import asyncio
 import contextlib
 import difflib
 import errno
 import fcntl
-import importlib
 import math
 import os
-import pkgutil
 import re
 import signal
 import sys
@@ -59,7 +58,6 @@ MAX_HIT = 10**9
 
 Action = Literal["kill", "stop", "delay", "raise"]
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-_DECLARED = re.compile(r'^\w+ = (?:\w+\.)?declare\(\s*"([a-z0-9_.]+)"', re.MULTILINE)
 _CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})([+!]?))?")
 
 
@@ -153,13 +151,9 @@ class FaultFired(events.Event, frozen=True, tag="fault.fired"):
 
 
 class Catalogue(msgspec.Struct, frozen=True):
-    """Every declared point with its description.
-
-    `skipped` names modules that could not be looked at, with the package they lack.
-    """
+    """Every declared point with its description."""
 
     points: dict[str, str]
-    skipped: dict[str, str]
 
 
 _declared: dict[str, str] = {}
@@ -301,10 +295,8 @@ def disarm() -> None:
 
 
 def catalogue() -> Catalogue:
-    """Import all of Holdfast, and list the points that it declares."""
-    skipped: dict[str, str] = {}
-    _import_all(holdfast, skipped)
-    return Catalogue(dict(sorted(_declared.items())), skipped)
+    """List the points that Holdfast declares, and those that were declared beside it."""
+    return Catalogue(dict(sorted({**declared_in(holdfast), **_declared}.items())))
 
 
 def check(plan: Plan | str) -> None:
@@ -321,31 +313,13 @@ def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-def _import_all(package: ModuleType, skipped: dict[str, str]) -> None:
-    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if info.name.endswith(".__main__"):
-            continue
-        try:
-            module = importlib.import_module(info.name)
-        except errors.MissingPackage as error:
-            skipped[info.name] = str(error)
-            continue
-        except ImportError as error:
-            if error.name is None or error.name.split(".")[0] == holdfast.__name__:
-                raise  # not an optional package: a fault of our own
-            skipped[info.name] = f"needs {error.name}"
-            continue
-        if info.ispkg:
-            _import_all(module, skipped)
-
-
 def _warn(plan: Plan) -> None:
     """Say on stderr which points of a plan Holdfast does not have: nothing would happen.
 
-    Points are declared when their modules are imported, which none is yet: so they are looked
-    for in the text of the modules. Code that is not ours may declare others.
+    Points are declared when their modules are imported, which none is yet: so the text of the
+    modules counts. Code that is not ours may declare others.
     """
-    known = set(declared_in(holdfast))
+    known = declared_in(holdfast)
     for name in dict.fromkeys(clause.point for clause in plan.clauses):
         if known and name not in known:
             hint = _hint(name, known, "`holdfast faults` lists them.")
@@ -354,12 +328,28 @@ def _warn(plan: Plan) -> None:
             )
 
 
-def declared_in(package: ModuleType) -> Iterator[str]:
-    """The points that the text of a package declares, imported or not."""
+def declared_in(package: ModuleType) -> dict[str, str]:
+    """The points that the text of a package declares, imported or not, with what they are."""
+    found: dict[str, str] = {}
     for folder in package.__path__:
         for path in Path(folder).rglob("*.py"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                yield from _DECLARED.findall(path.read_text())
+                found.update(_declarations(path.read_text()))
+    return found
+
+
+def _declarations(text: str) -> Iterator[tuple[str, str]]:
+    if "declare(" not in text:
+        return
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign(
+                value=ast.Call(
+                    func=ast.Name("declare") | ast.Attribute(attr="declare"),
+                    args=[ast.Constant(str(name)), ast.Constant(str(about))],
+                )
+            ):
+                yield name, about
 
 
 def _check_name(name: str) -> None:

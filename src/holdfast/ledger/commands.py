@@ -39,7 +39,7 @@ def ledger() -> None:
 
 def _on_a_ledger(
     work: Callable[Concatenate[Ledger, P], Coroutine[Any, Any, None]],
-) -> Callable[Concatenate[str, P], None]:
+) -> Callable[..., None]:
     """Make a command of something that is done with an open ledger: it takes the URL instead."""
 
     @functools.wraps(work)
