@@ -244,20 +244,6 @@ async def test_full_sync_commits_in_groups(tmp_path: Path) -> None:
         assert len({entry.mod_revision for entry in entries}) == 300
 
 
-def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
-    """SQLite connections do not survive a fork: a clear error instead of a corrupt file."""
-    with open_sync(f"sqlite:///{tmp_path}/x.db") as led:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                led.twin._opened()  # type: ignore[attr-defined]
-            except Mistake as error:
-                os._exit(0 if "before a fork" in str(error) else 2)
-            finally:
-                os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
-
-
 async def test_closed_objects_say_so(led: SqliteLedger) -> None:
     """Using a ledger after close is a mistake with a clear message."""
     await led.close()

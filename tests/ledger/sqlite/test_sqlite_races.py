@@ -58,6 +58,18 @@ def test_a_child_of_a_process_that_has_it_open_may_not_open_it(tmp_path: Path) -
     assert _in_child(later_child) == 9, "after the close it may"
 
 
+def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
+    """SQLite connections do not survive a fork: a clear error instead of a corrupt file."""
+    with open_sync(f"sqlite:///{tmp_path}/x.db") as led:
+
+        def child() -> int:
+            with pytest.raises(Mistake, match="before a fork"):
+                led.twin._opened()  # type: ignore[attr-defined]
+            return 7
+
+        assert _in_child(child) == 7
+
+
 async def test_closing_the_inherited_object_leaves_the_parent_alone(tmp_path: Path) -> None:
     """A forked child that cleans up must not silence its parent's watches."""
     async with (

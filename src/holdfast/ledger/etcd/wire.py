@@ -71,10 +71,9 @@ class KeyValue(msgspec.Struct, frozen=True):
     lease: int = 0
 
 
-class RangeAnswer(msgspec.Struct, frozen=True):
+class RangeAnswer(Answer, frozen=True):
     """The answer to a range, alone or inside a transaction."""
 
-    header: Header = Header()
     kvs: tuple[KeyValue, ...] = ()
     more: bool = False
 
@@ -92,10 +91,9 @@ class OpAnswer(msgspec.Struct, frozen=True):
     response_delete_range: DeleteAnswer | None = None
 
 
-class TxnAnswer(msgspec.Struct, frozen=True):
+class TxnAnswer(Answer, frozen=True):
     """The answer to a transaction."""
 
-    header: Header = Header()
     succeeded: bool = False
     responses: tuple[OpAnswer, ...] = ()
 
@@ -136,10 +134,9 @@ class WatchEvent(msgspec.Struct, frozen=True):
     prev_kv: KeyValue | None = None
 
 
-class WatchAnswer(msgspec.Struct, frozen=True):
+class WatchAnswer(Answer, frozen=True):
     """One message of a watch. `fragment` says that the next one belongs to it."""
 
-    header: Header = Header()
     created: bool = False
     canceled: bool = False
     compact_revision: int = 0
