@@ -279,7 +279,8 @@ async def test_a_full_server_has_no_room(tmp_path: Path) -> None:
     the same error; then the outcome is unknown, never "no effect".
     """
     with EtcdServer(tmp_path, args=["--quota-backend-bytes", str(2 << 20)]) as server:
-        async with EtcdLedger(server.endpoints) as ledger:
+        # 200 writes at once: on a busy machine they take longer than a call usually may.
+        async with EtcdLedger(server.endpoints, timeout_s=60) as ledger:
 
             async def write(n: int) -> str:
                 try:
