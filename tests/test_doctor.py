@@ -12,24 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import holdfast.ledger
-from holdfast.doctor import (
-    EXTRAS,
-    Check,
-    check_clock,
-    check_disk,
-    check_extra,
-    check_file_system,
-    check_ledger,
-    check_loopback,
-    check_open_files,
-    check_python,
-    check_server,
-    check_shared_memory,
-    check_timeouts,
-    doctor,
-    examine,
-    render,
-)
+from holdfast import doctor
+from holdfast.doctor import EXTRAS, Check, check_ledger, examine, render
 from patience import HANG_S
 
 GIB = 1 << 30
@@ -41,46 +25,54 @@ BROKEN = "[timeouts]\nledger_lease_s = 1.0\n"
 @pytest.mark.parametrize(
     ("check", "status", "said"),
     [
-        (check_python((3, 11, 0)), "ok", "3.11.0"),
-        (check_python((4, 0, 0)), "ok", "4.0.0"),
-        (check_python((3, 10, 14)), "fail", "3.11"),
-        (check_disk(HERE, 100 * GIB), "ok", "100.0 GiB"),
-        (check_disk(HERE, 5 * GIB), "warn", "5.0 GiB"),
-        (check_disk(HERE, GIB // 2), "fail", "512.0 MiB"),
-        (check_disk(HERE, None), "fail", "no folder"),
-        (check_shared_memory(16 * GIB, 15 * GIB), "ok", "15.0 GiB free of 16.0 GiB"),
-        (check_shared_memory(16 * GIB, GIB // 4), "warn", "--shm-size"),
-        (check_shared_memory(64 << 20, 63 << 20), "fail", "--shm-size"),
-        (check_shared_memory(0, 0), "fail", "mount"),
-        (check_file_system(HERE, "ext4", "/", sqlite=True), "ok", "ext4"),
-        (check_file_system(HERE, "nfs4", "/data", sqlite=True), "fail", "etcd://"),
-        (check_file_system(HERE, "lustre", "/data", sqlite=False), "warn", "never a sqlite"),
-        (check_file_system(HERE, "fuse.mystery", "/x", sqlite=True), "warn", "local"),
-        (check_file_system(HERE, "unknown", "/", sqlite=True), "warn", "local"),
-        (check_clock(7200.0, True, BOOT), "ok", "up 2.0 h, synchronised"),
-        (check_clock(7200.0, None, BOOT), "ok", "unknown"),
-        (check_clock(7200.0, False, BOOT), "warn", "chrony"),
-        (check_clock(None, True, BOOT), "fail", "BOOTTIME"),
-        (check_clock(7200.0, True, None), "fail", "/proc"),
-        (check_open_files(65_536, 65_536), "ok", "65536"),
-        (check_open_files(-1, -1), "ok", "unlimited"),
-        (check_open_files(1024, 524_288), "warn", "ulimit -n"),
-        (check_open_files(64, 64), "fail", "ulimit -n"),
-        (check_loopback(4242), "ok", "4242"),
-        (check_loopback(None, "no such device"), "fail", "no such device"),
-        (check_extra("etcd", []), "ok", "aiohttp installed"),
-        (check_extra("etcd", ["aiohttp"]), "warn", "pip install 'holdfast[etcd]'"),
-        (check_server("etcd", "/usr/bin/etcd"), "ok", "/usr/bin/etcd"),
-        (check_server("etcd", None), "ok", "not installed"),
-        (check_timeouts("", "run.toml"), "ok", "0 set"),
-        (check_timeouts("[timeouts]\nledger_lease_s = 20.0\n", "run.toml"), "ok", "1 set"),
-        (check_timeouts("[other]\nx = 1\n", "run.toml"), "ok", "in order"),
-        (check_timeouts("[timeout]\nx = 1\n", "run.toml"), "fail", "write [timeouts]"),
-        (check_timeouts(BROKEN, "run.toml"), "fail", "3 × lease_keepalive_s <= ledger_lease_s"),
-        (check_timeouts("[timeouts]\nleese_s = 1\n", "run.toml"), "fail", "leese_s"),
-        (check_timeouts("timeouts = 3\n", "run.toml"), "fail", "write [timeouts]"),
-        (check_timeouts("[timeouts\n", "run.toml"), "fail", "run.toml"),
-        (check_timeouts(None, "run.toml"), "fail", "cannot be read"),
+        (doctor.check_python((3, 11, 0)), "ok", "3.11.0"),
+        (doctor.check_python((4, 0, 0)), "ok", "4.0.0"),
+        (doctor.check_python((3, 10, 14)), "fail", "3.11"),
+        (doctor.check_disk(HERE, 100 * GIB), "ok", "100.0 GiB"),
+        (doctor.check_disk(HERE, 5 * GIB), "warn", "5.0 GiB"),
+        (doctor.check_disk(HERE, GIB // 2), "fail", "512.0 MiB"),
+        (doctor.check_disk(HERE, None), "fail", "no folder"),
+        (doctor.check_shared_memory(16 * GIB, 15 * GIB), "ok", "15.0 GiB free of 16.0 GiB"),
+        (doctor.check_shared_memory(16 * GIB, GIB // 4), "warn", "--shm-size"),
+        (doctor.check_shared_memory(64 << 20, 63 << 20), "fail", "--shm-size"),
+        (doctor.check_shared_memory(0, 0), "fail", "mount"),
+        (doctor.check_file_system(HERE, "ext4", "/", sqlite=True), "ok", "ext4"),
+        (doctor.check_file_system(HERE, "nfs4", "/data", sqlite=True), "fail", "etcd://"),
+        (
+            doctor.check_file_system(HERE, "lustre", "/data", sqlite=False),
+            "warn",
+            "never a sqlite",
+        ),
+        (doctor.check_file_system(HERE, "fuse.mystery", "/x", sqlite=True), "warn", "local"),
+        (doctor.check_file_system(HERE, "unknown", "/", sqlite=True), "warn", "local"),
+        (doctor.check_clock(7200.0, True, BOOT), "ok", "up 2.0 h, synchronised"),
+        (doctor.check_clock(7200.0, None, BOOT), "ok", "unknown"),
+        (doctor.check_clock(7200.0, False, BOOT), "warn", "chrony"),
+        (doctor.check_clock(None, True, BOOT), "fail", "BOOTTIME"),
+        (doctor.check_clock(7200.0, True, None), "fail", "/proc"),
+        (doctor.check_open_files(65_536, 65_536), "ok", "65536"),
+        (doctor.check_open_files(-1, -1), "ok", "unlimited"),
+        (doctor.check_open_files(1024, 524_288), "warn", "ulimit -n"),
+        (doctor.check_open_files(64, 64), "fail", "ulimit -n"),
+        (doctor.check_loopback(4242), "ok", "4242"),
+        (doctor.check_loopback(None, "no such device"), "fail", "no such device"),
+        (doctor.check_extra("etcd", []), "ok", "aiohttp installed"),
+        (doctor.check_extra("etcd", ["aiohttp"]), "warn", "pip install 'holdfast[etcd]'"),
+        (doctor.check_server("etcd", "/usr/bin/etcd"), "ok", "/usr/bin/etcd"),
+        (doctor.check_server("etcd", None), "ok", "not installed"),
+        (doctor.check_timeouts("", "run.toml"), "ok", "0 set"),
+        (doctor.check_timeouts("[timeouts]\nledger_lease_s = 20.0\n", "run.toml"), "ok", "1 set"),
+        (doctor.check_timeouts("[other]\nx = 1\n", "run.toml"), "ok", "in order"),
+        (doctor.check_timeouts("[timeout]\nx = 1\n", "run.toml"), "fail", "write [timeouts]"),
+        (
+            doctor.check_timeouts(BROKEN, "run.toml"),
+            "fail",
+            "3 × lease_keepalive_s <= ledger_lease_s",
+        ),
+        (doctor.check_timeouts("[timeouts]\nleese_s = 1\n", "run.toml"), "fail", "leese_s"),
+        (doctor.check_timeouts("timeouts = 3\n", "run.toml"), "fail", "write [timeouts]"),
+        (doctor.check_timeouts("[timeouts\n", "run.toml"), "fail", "run.toml"),
+        (doctor.check_timeouts(None, "run.toml"), "fail", "cannot be read"),
     ],
     ids=lambda value: value.name if isinstance(value, Check) else None,
 )
@@ -116,7 +108,7 @@ def test_the_table_is_plain_and_complete() -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(doctor, arguments, catch_exceptions=False)
+    return CliRunner().invoke(doctor.doctor, arguments, catch_exceptions=False)
 
 
 def test_this_machine_is_examined(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The event log: what was emitted is in the file, whole, in order, whatever happens."""
 
-import abc
-import errno
 import json
 import os
 import resource
@@ -12,8 +10,8 @@ import sys
 import threading
 import time
 import timeit
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +26,7 @@ from holdfast.errors import Corrupt, Mistake, NotFound
 from holdfast.events import Counters, Dropped, Event, EventLog, Refused, Unknown
 from holdfast.proc import die_with_parent, spawn
 from patience import HANG_S
+from trainer.disks import full, small
 
 SRC = str(Path(holdfast.__file__).parents[1])
 
@@ -82,14 +81,6 @@ def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_every_emit_is_in_the_file_at_once(tmp_path: Path) -> None:
-    """Nothing waits in the process: a reader sees each event as soon as emit returns."""
-    with closing(EventLog(tmp_path / "log", process="p")) as log:
-        for n in range(5):
-            log.emit(Step(n))
-            assert steps(log.path) == list(range(n + 1))
-
-
 def test_unknown_and_changed_types_are_read(tmp_path: Path) -> None:
     """Newer types come as `Unknown`, added fields are ignored, left out ones filled in."""
     path = tmp_path / "log"
@@ -101,11 +92,9 @@ def test_unknown_and_changed_types_are_read(tmp_path: Path) -> None:
         '{"type":"next.thing","at":"noon"}\n'
     )
     first, second, third, fourth, fifth = events.read(path)
-    assert isinstance(first, Unknown)
-    assert (first.kind, first.at, first.process, first.pid, first.seq) == (
-        "next.thing", 1.5, "p", 7, 1,
-    )  # fmt: skip
-    assert first.fields["x"] == [1, {"y": 2}]
+    stamp: dict[str, Any] = {"at": 1.5, "process": "p", "pid": 7, "seq": 1}
+    fields = {**stamp, "x": [1, {"y": 2}]}
+    assert first == Unknown(kind="next.thing", fields=fields, **stamp)
     assert second == Step(3, seq=2)
     assert isinstance(third, Unknown)
     assert (third.kind, third.seq, third.fields["n"]) == ("test.step", 3, "three")
@@ -195,21 +184,15 @@ def test_somebody_elses_file_is_left_alone(tmp_path: Path) -> None:
 
 def test_bad_places_are_refused(tmp_path: Path) -> None:
     """No folder, a folder, a link, a pipe, a file in use, a bad name: one clear error each."""
-    with pytest.raises(NotFound, match="create the folder"):
-        EventLog(tmp_path / "no" / "log", process="p")
-    with pytest.raises(Mistake, match="directory"):
-        EventLog(tmp_path, process="p")
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(Mistake):
-        EventLog(tmp_path / "link", process="p")
-    assert not (tmp_path / "target").exists()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(Mistake, match="plain file"):
-        EventLog(tmp_path / "pipe", process="p")
-    with (
-        closing(EventLog(tmp_path / "log", process="p")),
-        pytest.raises(Mistake, match="its own file"),
-    ):
+    places = {"no/log": "create the folder", "": "directory", "link": "a link", "pipe": "plain"}
+    for name, words in places.items():
+        with pytest.raises(Mistake, match=words):
+            EventLog(tmp_path / name, process="p")
+    assert not (tmp_path / "target").exists()
+    log = EventLog(tmp_path / "log", process="p")
+    with closing(log), pytest.raises(Mistake, match="its own file"):
         EventLog(tmp_path / "log", process="q")
     assert held_below(tmp_path) == []
     for name in ("", "a\nb", "\udc80", "x" * 1000):
@@ -444,80 +427,48 @@ def test_kill_9_takes_nothing_back(tmp_path: Path, after: int) -> None:
 # ---- a full disk ---------------------------------------------------------------------
 
 
-class Disk(abc.ABC):
-    """A place with little room, and a way to give it more."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @abc.abstractmethod
-    def fill(self, log: Path, room_bytes: int) -> None: ...
-
-    @abc.abstractmethod
-    def free(self) -> None: ...
+Filled = Callable[[Path, int], AbstractContextManager[None]]
+"""Leaves a log so many bytes of room, or none."""
 
 
-class Tmpfs(Disk):
-    """A real file system of 64 KiB, filled up with another file."""
-
-    def fill(self, log: Path, room_bytes: int) -> None:
-        with (self.folder / "ballast").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(b"x" * 4096)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC  # noqa: PT017 -- the loop only ends so
-
-    def free(self) -> None:
-        (self.folder / "ballast").unlink()
-
-
-class Limit(Disk):
+@contextmanager
+def limited(log: Path, room_bytes: int) -> Iterator[None]:
     """The limit on the size of files: refuses writes in the middle of a line, too."""
-
-    def fill(self, log: Path, room_bytes: int) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        size = log.stat().st_size + room_bytes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self._before[1]))
-
-    def free(self) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = log.stat().st_size + room_bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(params=["tmpfs", "limit"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Filled]]:
+    """A log to write, and how to leave it no room: a real file system of 64 KiB, or a limit."""
     if request.param == "limit":
-        yield Limit(tmp_path)
+        yield tmp_path / "log", limited
         return
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        # Without root the other kind of small disk has to do; CI has root.
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
-    try:
-        yield Tmpfs(folder)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    with small(tmp_path / "small", 64 << 10) as folder:
+        yield folder / "log", lambda log, _: full(log.parent)
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, 40, 1000])
-def test_a_full_disk_loses_nothing_within_the_buffer(disk: Disk, room_bytes: int) -> None:
+def test_a_full_disk_loses_nothing_within_the_buffer(
+    disk: tuple[Path, Filled], room_bytes: int
+) -> None:
     """While it is full nobody is hurt; the next emit with room writes all, in order."""
-    path = disk.folder / "log"
+    path, filled = disk
     with closing(EventLog(path, process="p", buffer=500)) as log:
         for n in range(10):
             log.emit(Step(n))
-        disk.fill(path, room_bytes)
-        try:
+        with filled(path, room_bytes):
             for n in range(10, 300):
                 log.emit(Step(n, "x" * 30))
             assert log.unwritten > 100
             found = steps(path)  # what is whole can be read meanwhile
             assert found == list(range(len(found)))
             assert len(found) + log.unwritten == 300
-        finally:
-            disk.free()
         log.emit(Step(300))
         assert (log.unwritten, log.dropped) == (0, 0)
     assert steps(path) == list(range(301))
@@ -525,19 +476,18 @@ def test_a_full_disk_loses_nothing_within_the_buffer(disk: Disk, room_bytes: int
 
 
 @pytest.mark.parametrize("room_bytes", [0, 40])
-def test_a_full_buffer_drops_the_oldest_and_says_so(disk: Disk, room_bytes: int) -> None:
+def test_a_full_buffer_drops_the_oldest_and_says_so(
+    disk: tuple[Path, Filled], room_bytes: int
+) -> None:
     """The newest `buffer` events survive; `events.dropped` accounts for every other."""
-    path = disk.folder / "log"
+    path, filled = disk
     with closing(EventLog(path, process="p", buffer=50)) as log:
         for round_ in range(2):
             log.emit(Step(0))
-            disk.fill(path, room_bytes)
-            try:
+            with filled(path, room_bytes):
                 for n in range(1, 400):
                     log.emit(Step(n, "x" * 100))
                 assert log.unwritten in (50, 51)
-            finally:
-                disk.free()
             log.emit(Step(400))
             assert log.unwritten == 0
             assert steps(path)[-51:] == list(range(350, 401))
@@ -549,16 +499,12 @@ def test_a_full_buffer_drops_the_oldest_and_says_so(disk: Disk, room_bytes: int)
 
 def test_closing_on_a_full_disk_says_what_is_lost(tmp_path: Path) -> None:
     """`close` tries once more and tells how many lines were not written."""
-    disk = Limit(tmp_path)
     log = EventLog(tmp_path / "log", process="p")
     log.emit(Step(0))
-    disk.fill(log.path, 10)
-    try:
+    with limited(log.path, 10):
         log.emit(Step(1))
         log.emit(Step(2))
         assert log.close() == 2
-    finally:
-        disk.free()
     assert steps(tmp_path / "log") == [0]
     assert EventLog(tmp_path / "log", process="p").close() == 0  # heals what is torn
     assert (tmp_path / "log").read_bytes().endswith(b"\n")

@@ -1,6 +1,7 @@
 """Real servers for tests: they answer, keep their data through SIGKILL, and leave with us."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.servers import EtcdServer, MooncakeHolder, MooncakeServer, RedisServer
+from patience import HANG_S
 
 
 def _ask(server: RedisServer, line: str) -> str:
@@ -65,16 +67,9 @@ def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         watched = os.pidfd_open(pid)
         parent.send_signal(signal.SIGKILL)
-        ready = servers_gone(watched, limit_s=10)
+        ended, _, _ = select.select([watched], [], [], HANG_S)
     os.close(watched)
-    assert ready
-
-
-def servers_gone(pidfd: int, limit_s: float) -> bool:
-    """Wait until the process of a pidfd has ended."""
-    import select
-
-    return bool(select.select([pidfd], [], [], limit_s)[0])
+    assert ended
 
 
 def test_mooncake_serves_what_a_holder_lends(tmp_path: Path) -> None:

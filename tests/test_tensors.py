@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,44 +20,13 @@ from holdfast.proc import spawn
 from holdfast.tensors import DTYPES, Source, as_numpy, as_torch, size, source, sources
 from holdfast.weights.manifest import digest
 
-TORCH = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
+# What the safetensors library takes each code for, and what it does not have.
+TORCH: dict[str, Any] = {
+    **safetensors.torch._TYPES,
     "C128": torch.complex128,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-NUMPY = {
-    "F64": np.float64,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "C128": np.complex128,
-    "C64": np.complex64,
-    "F32": np.float32,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "F16": np.float16,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
+NUMPY: dict[str, Any] = {**safetensors.numpy._TYPES, "C128": np.complex128}
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
@@ -197,7 +168,6 @@ def _quantized() -> object:
     ("make", "words"),
     [
         (lambda: torch.ones(2, 2).to_sparse(), "sparse"),
-        (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse"),
         (lambda: torch.ones(2, device="meta"), "meta"),
         (_quantized, "quantized"),
         (_nested, "nested"),
@@ -208,13 +178,10 @@ def _quantized() -> object:
         (lambda: np.array([object()]), "object"),
         (lambda: np.array(["text"]), "dtype str"),
         (lambda: np.zeros(2, "i4,f4"), "void"),
-        (lambda: np.zeros(2, "M8[s]"), "datetime64"),
         (lambda: np.zeros(2, np.longdouble), "float128"),
         (lambda: np.ma.masked_array([1.0], [True]), "masked"),
         (lambda: [1.0, 2.0], "is a list"),
-        (lambda: 3.0, "is a float"),
         (lambda: None, "NoneType"),
-        (lambda: b"bytes", "is a bytes"),
     ],
 )
 def test_what_cannot_be_published_is_refused_with_the_tensors_name(make: Any, words: str) -> None:
@@ -228,10 +195,8 @@ def test_what_cannot_be_published_is_refused_with_the_tensors_name(make: Any, wo
     ("name", "words"),
     [
         ("", "empty"),
-        (3, "not text but int"),
         (b"a", "not text but bytes"),
         ("__metadata__", "reserved"),
-        ("a" * 1025, "1025 bytes"),
         ("é" * 513, "1026 bytes"),
         ("a\ud800", "not valid Unicode"),
     ],
@@ -243,12 +208,14 @@ def test_names_that_no_file_can_hold_are_refused(name: Any, words: str) -> None:
 
 
 def test_an_empty_mapping_is_refused() -> None:
+    """It would be a version without weights."""
     with pytest.raises(Mistake, match="no tensors"):
         sources({})
 
 
-@pytest.mark.parametrize("code", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"])
+@pytest.mark.parametrize("code", ["BF16", "F8_E4M3"])
 def test_numpy_says_what_it_does_not_have(code: str) -> None:
+    """And how to read it all the same."""
     with pytest.raises(Mistake, match=r"torch, or take the raw view"):
         as_numpy(memoryview(bytearray(DTYPES[code])), code, (1,))
 

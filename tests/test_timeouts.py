@@ -5,17 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from holdfast.errors import Mistake
 from holdfast.timeouts import RULES, Rule, Timeouts, purposes, table
 
 DOC = Path(__file__).parent.parent / "docs" / "TIMEOUTS.md"
-
-
-def test_the_defaults_are_in_order() -> None:
-    """What is shipped keeps its own rules."""
-    Timeouts().check()
 
 
 def test_the_page_and_the_code_agree() -> None:
@@ -83,13 +77,13 @@ def test_every_broken_rule_is_named() -> None:
 )
 def test_relations(left: float, relation: str, right: float, factor: float, holds: bool) -> None:
     """Equality, strictness and factors, with rounding forgiven."""
-    rule = Rule("a", relation, "b", "because", factor)  # type: ignore[arg-type]
+    rule = Rule("a", relation, "b", "because", factor)
     assert rule.holds(left, right) is holds
 
 
 @given(st.floats(min_value=0.01, max_value=100.0))
 def test_order_does_not_depend_on_the_scale(factor: float) -> None:
-    """Making everything slower or faster by one factor keeps the order."""
+    """What is shipped keeps its own rules, also when everything is slower or faster."""
     scaled = {name: value * factor for name, value in Timeouts().model_dump().items()}
     Timeouts.parse(scaled).check()
 
@@ -107,9 +101,3 @@ def test_what_is_no_time_is_refused_by_name(values: dict[str, object], named: st
     """A misspelt or senseless entry is an error, not a default."""
     with pytest.raises(Mistake, match=named):
         Timeouts.parse(values)
-
-
-def test_times_do_not_change() -> None:
-    """Checked once, they stay as they were checked."""
-    with pytest.raises(ValidationError):
-        setattr(Timeouts(), "ledger_lease_s", 1.0)  # noqa: B010 -- mypy would see through it

@@ -24,10 +24,11 @@ from holdfast.errors import Fenced, Mistake, UnknownOutcome
 from holdfast.ledger.sync import SyncLedger, open_sync
 from holdfast.ledger.types import Compare, Put, join
 from holdfast.rendezvous.records import Keys
+from holdfast.retry import Policy
 
 __all__ = ["commit", "committed", "guard", "number"]
 
-_ATTEMPTS = 3
+_AGAIN = Policy(attempts=3, base_s=0.0)
 
 _lock = threading.Lock()
 _open: dict[tuple[int, str], SyncLedger] = {}
@@ -52,21 +53,14 @@ def commit(values: Mapping[str, object]) -> int:
     and the commit may have counted, as the last of its cycle: `committed` tells.
     """
     puts = [Put(_key(name), msgspec.json.encode(value)) for name, value in values.items()]
-    doubt: UnknownOutcome | None = None
-    for _ in range(_ATTEMPTS):
-        try:
-            txn = _ledger().txn([guard()], puts)
-        except UnknownOutcome as error:
-            doubt = error  # sent again it does the same, or finds the cycle over
-            continue
-        if txn.succeeded:
-            return txn.revision
+    # Sent again after a lost answer, it does the same, or finds the cycle over.
+    txn = _AGAIN.call(lambda: _ledger().txn([guard()], puts), on=UnknownOutcome)
+    if not txn.succeeded:
         raise Fenced(
             f"cycle {number()} of {_variable('HOLDFAST_RUN')} is over: this worker was replaced, "
             "and must end"
         )
-    assert doubt is not None
-    raise doubt
+    return txn.revision
 
 
 def committed(name: str) -> Any:

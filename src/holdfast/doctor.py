@@ -33,6 +33,8 @@ from holdfast.machine import (
     file_system_of,
     is_network_file_system,
 )
+from holdfast.servers import installed
+from holdfast.text import plural, size
 from holdfast.timeouts import Timeouts
 
 __all__ = ["EXTRAS", "SERVERS", "Check", "doctor", "examine", "render"]
@@ -75,6 +77,17 @@ class Check:
 # ---- checks: readings in, finding out --------------------------------------------
 
 
+def _enough(
+    name: str, detail: str, amount: int, need: tuple[int, str], want: tuple[int, str]
+) -> Check:
+    """Less than is needed fails, less than is wanted warns; each with its advice."""
+    if amount < need[0]:
+        return Check(name, "fail", detail, need[1])
+    if amount < want[0]:
+        return Check(name, "warn", detail, want[1])
+    return Check(name, "ok", detail)
+
+
 def check_python(version: Sequence[int]) -> Check:
     """The interpreter is new enough."""
     text = ".".join(map(str, version[:3]))
@@ -87,49 +100,40 @@ def check_python(version: Sequence[int]) -> Check:
 def check_disk(path: Path, free_bytes: int | None) -> Check:
     """The disk has room for weights and logs; None means that the path is not there."""
     if free_bytes is None:
-        return Check(
-            "disk",
-            "fail",
-            f"{path} is no folder that can be written to",
-            "make it, or name another",
-        )
-    detail = f"{_size(free_bytes)} free at {path}"
-    if free_bytes < _GIB:
-        return Check("disk", "fail", detail, "free at least 1 GiB, or choose another --path")
-    if free_bytes < 10 * _GIB:
-        return Check(
-            "disk", "warn", detail, "weights need room: free 10 GiB, or choose another --path"
-        )
-    return Check("disk", "ok", detail)
+        detail = f"{path} is no folder that can be written to"
+        return Check("disk", "fail", detail, "make it, or name another")
+    return _enough(
+        "disk",
+        f"{size(free_bytes)} free at {path}",
+        free_bytes,
+        (_GIB, "free at least 1 GiB, or choose another --path"),
+        (10 * _GIB, "weights need room: free 10 GiB, or choose another --path"),
+    )
 
 
 def check_shared_memory(total_bytes: int, free_bytes: int) -> Check:
     """Shared memory can carry samples between processes; a total of 0 means there is none."""
     if not total_bytes:
         return Check("shm", "fail", f"{_SHM} is missing", f"mount a tmpfs at {_SHM}")
-    detail = f"{_size(free_bytes)} free of {_size(total_bytes)} at {_SHM}"
-    if free_bytes < 64 * _MIB:
-        return Check(
-            "shm", "fail", detail, "run `holdfast clean`; in a container, raise --shm-size"
-        )
-    if free_bytes < _GIB:
-        return Check(
-            "shm", "warn", detail, "remount it with size=4g; in a container, --shm-size=4g"
-        )
-    return Check("shm", "ok", detail)
+    return _enough(
+        "shm",
+        f"{size(free_bytes)} free of {size(total_bytes)} at {_SHM}",
+        free_bytes,
+        (64 * _MIB, "run `holdfast clean`; in a container, raise --shm-size"),
+        (_GIB, "remount it with size=4g; in a container, --shm-size=4g"),
+    )
 
 
 def check_file_system(path: Path, fstype: str, mount_point: str, *, sqlite: bool) -> Check:
     """Locks hold on the file system of `path`; `sqlite` says whether a ledger lies there."""
     name = "file system"
     detail = f"{path} is on {fstype}, mounted at {mount_point}"
+    if is_network_file_system(fstype) and sqlite:
+        advice = "put the sqlite ledger on a local disk, or use etcd://host:port"
+        return Check(name, "fail", detail, advice)
     if is_network_file_system(fstype):
-        if sqlite:
-            advice = "put the sqlite ledger on a local disk, or use etcd://host:port"
-            return Check(name, "fail", detail, advice)
-        return Check(
-            name, "warn", detail, "weights may lie here, but never a sqlite ledger: use etcd"
-        )
+        advice = "weights may lie here, but never a sqlite ledger: use etcd"
+        return Check(name, "warn", detail, advice)
     if fstype == UNKNOWN_FILE_SYSTEM or fstype.startswith("fuse"):
         advice = "make sure that it is local and keeps locks before you put a ledger there"
         return Check(name, "warn", detail, advice)
@@ -153,13 +157,10 @@ def check_clock(boottime_s: float | None, synchronised: bool | None, boot: str |
 
 def check_open_files(soft: int, hard: int) -> Check:
     """Enough descriptors may be open; a negative limit is none."""
-    detail = f"{_limit(soft)} (at most {_limit(hard)})"
     advice = "raise it: ulimit -n 65536, or LimitNOFILE=65536 in the service"
-    if 0 <= soft < 256:
-        return Check("open files", "fail", detail, advice)
-    if 0 <= soft < 4096:
-        return Check("open files", "warn", detail, advice)
-    return Check("open files", "ok", detail)
+    detail = f"{_limit(soft)} (at most {_limit(hard)})"
+    amount = sys.maxsize if soft < 0 else soft
+    return _enough("open files", detail, amount, (256, advice), (4096, advice))
 
 
 def check_loopback(port: int | None, error: str = "") -> Check:
@@ -223,9 +224,8 @@ def check_ledger(url: str, limit_s: float) -> Check:
     except Mistake as error:
         return Check("ledger", "fail", str(error), "correct --ledger")
     except HoldfastError as error:
-        return Check(
-            "ledger", "fail", f"{shown}: {error}", "start the server, or correct --ledger"
-        )
+        advice = "start the server, or correct --ledger"
+        return Check("ledger", "fail", f"{shown}: {error}", advice)
     return Check("ledger", "ok", f"{shown} answered in {round_trip_s * 1000:.1f} ms")
 
 
@@ -233,9 +233,8 @@ def _check_future_file(path: Path) -> Check:
     folder = path.absolute().parent
     if os.access(folder, os.W_OK | os.X_OK):
         return Check("ledger", "ok", f"{path} is not there yet; whoever opens it first makes it")
-    return Check(
-        "ledger", "fail", f"{path} cannot be made", f"make {folder} and allow writing there"
-    )
+    advice = f"make {folder} and allow writing there"
+    return Check("ledger", "fail", f"{path} cannot be made", advice)
 
 
 async def _round_trip(url: str, limit_s: float) -> float:
@@ -265,14 +264,14 @@ def examine(
     if ledger_path is not None:
         checks.append(check_file_system(ledger_path, *file_system_of(ledger_path), sqlite=True))
     checks += [
-        check_clock(_boottime_s(), _synchronised(), _boot_id()),
+        check_clock(_read(_boottime_s), _synchronised(), _read(boot_id)),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         _loopback(),
     ]
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         checks.append(check_extra(extra, missing))
-    checks += [check_server(program, _program(program)) for program in SERVERS]
+    checks += [check_server(program, installed(program)) for program in SERVERS]
     if config is not None:
         text = _read(lambda: config.read_text(encoding="utf-8"))
         checks.append(check_timeouts(text, str(config)))
@@ -289,22 +288,15 @@ def _free_bytes(path: Path) -> int:
 
 
 def _read(reading: Callable[[], T]) -> T | None:
+    """A reading, or None where this machine does not give it."""
     try:
         return reading()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError, AttributeError, HoldfastError):
         return None
 
 
-def _boottime_s() -> float | None:
-    number = getattr(time, "CLOCK_BOOTTIME", None)
-    return None if number is None else _read(lambda: time.clock_gettime(number))
-
-
-def _boot_id() -> str | None:
-    try:
-        return boot_id()
-    except HoldfastError:
-        return None
+def _boottime_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _synchronised() -> bool | None:
@@ -325,11 +317,6 @@ def _loopback() -> Check:
         return check_loopback(None, str(error))
 
 
-def _program(name: str) -> str | None:
-    """A program on PATH, or beside the interpreter (where packages put theirs)."""
-    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-
-
 def _sqlite_path(url: str) -> Path | None:
     scheme, _, rest = url.partition(":///")
     return Path(unquote(rest.partition("?")[0])) if scheme == "sqlite" and rest else None
@@ -348,18 +335,8 @@ def render(checks: Sequence[Check]) -> str:
             lines.append(f"{'':<4}  {'':<{width}}  -> {check.advice}")
     failed = sum(check.status == "fail" for check in checks)
     warned = sum(check.status == "warn" for check in checks)
-    lines.append(f"{len(checks)} checks, {failed} failed, {_count(warned, 'warning')}")
+    lines.append(f"{len(checks)} checks, {failed} failed, {plural(warned, 'warning')}")
     return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes >= _GIB:
-        return f"{size_bytes / _GIB:.1f} GiB"
-    return f"{size_bytes / _MIB:.1f} MiB"
 
 
 def _limit(number: int) -> str:

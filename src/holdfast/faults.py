@@ -23,24 +23,23 @@ HOLDFAST_FAULTS_LOG names, so that the parent of a killed process knows. That fi
 processes know that a `!` has had its one firing: without it, such a clause is a mistake.
 """
 
+import ast
 import asyncio
 import contextlib
 import difflib
 import errno
 import fcntl
-import importlib
 import math
 import os
-import pkgutil
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import msgspec
 
@@ -48,8 +47,8 @@ import holdfast
 from holdfast import errors, events
 from holdfast.errors import Mistake
 
-__all__ = ["Catalogue", "Clause", "Hits", "Plan", "apoint", "arm", "catalogue", "check"]
-__all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "hits", "parse", "point"]
+__all__ = ["Catalogue", "Clause", "Plan", "apoint", "arm", "catalogue", "check"]
+__all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "parse", "point"]
 
 PLAN_VARIABLE = "HOLDFAST_FAULTS"
 LOG_VARIABLE = "HOLDFAST_FAULTS_LOG"
@@ -59,7 +58,6 @@ MAX_HIT = 10**9
 
 Action = Literal["kill", "stop", "delay", "raise"]
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
-_DECLARED = re.compile(r'^\w+ = (?:\w+\.)?declare\(\s*"([a-z0-9_.]+)"', re.MULTILINE)
 _CLAUSE = re.compile(r"([^:]+):([a-z]+)(?:=([^@]+))?(?:@([0-9]{1,10})([+!]?))?")
 
 
@@ -142,13 +140,6 @@ class Plan(msgspec.Struct, frozen=True):
         return ";".join(map(str, self.clauses))
 
 
-class Hits(msgspec.Struct, frozen=True):
-    """How often a point was passed, and how often it fired."""
-
-    hits: int = 0
-    fired: int = 0
-
-
 class FaultFired(events.Event, frozen=True, tag="fault.fired"):
     """A fault point is about to act."""
 
@@ -160,24 +151,14 @@ class FaultFired(events.Event, frozen=True, tag="fault.fired"):
 
 
 class Catalogue(msgspec.Struct, frozen=True):
-    """Every declared point with its description; printable.
-
-    `skipped` names modules that could not be looked at, with the package they lack.
-    """
+    """Every declared point with its description."""
 
     points: dict[str, str]
-    skipped: dict[str, str]
-
-    def __str__(self) -> str:
-        width = max(map(len, self.points), default=0)
-        lines = [f"{name:<{width}}  {about}" for name, about in self.points.items()]
-        lines += [f"({name} not looked at: {why})" for name, why in self.skipped.items()]
-        return "\n".join(lines)
 
 
 _declared: dict[str, str] = {}
 _armed: dict[str, tuple[Clause, ...]] | None = None
-_hits: dict[str, Hits] = {}
+_hits: dict[str, int] = {}
 _lock = threading.RLock()  # a signal handler may pass a point while we count
 
 
@@ -217,12 +198,10 @@ def _fire(name: str) -> Iterator[Clause]:
         clauses = (_armed or {}).get(name)
         if clauses is None:
             return
-        before = _hits.get(name, Hits())
-        hit = before.hits + 1
+        _hits[name] = hit = _hits.get(name, 0) + 1
         matching = [clause for clause in clauses if clause.matches(hit)]
         told = [(one, FaultFired(point=name, action=one.action, hit=hit)) for one in matching]
         firing = [(one, fired) for one, fired in told if not one.once or _log(fired, once=True)]
-        _hits[name] = Hits(hit, before.fired + bool(firing))
     for clause, fired in firing:
         events.emit(fired)
         if not clause.once:
@@ -283,17 +262,9 @@ def parse(text: str) -> Plan:
                 "'point:stop', 'point:delay=0.5@1+' or 'point:raise=Unavailable'"
             )
         name, action, value, first, often = match.groups()
+        when: Any = {"first": int(first or 1), "onward": often == "+", "once": often == "!"}
         try:
-            clauses.append(
-                Clause(
-                    name,
-                    cast(Action, action),
-                    value or "",
-                    int(first or 1),
-                    onward=often == "+",
-                    once=often == "!",
-                )
-            )
+            clauses.append(Clause(name, cast(Action, action), value or "", **when))
         except Mistake as error:
             raise Mistake(f"fault clause {part[:200]!r}: {error}") from None
     return Plan(tuple(clauses))
@@ -317,23 +288,15 @@ def arm(plan: Plan | str) -> None:
 
 
 def disarm() -> None:
-    """Let every point do nothing again. What was counted can still be read."""
+    """Let every point do nothing again."""
     global _armed
     with _lock:
         _armed = None
 
 
-def hits() -> dict[str, Hits]:
-    """What was counted since `arm`: every point of the plan that was passed."""
-    with _lock:
-        return dict(_hits)
-
-
 def catalogue() -> Catalogue:
-    """Import all of Holdfast, and list the points that it declares."""
-    skipped: dict[str, str] = {}
-    _import_all(holdfast, skipped)
-    return Catalogue(dict(sorted(_declared.items())), skipped)
+    """List the points that Holdfast declares, and those that were declared beside it."""
+    return Catalogue(dict(sorted({**declared_in(holdfast), **_declared}.items())))
 
 
 def check(plan: Plan | str) -> None:
@@ -341,51 +304,52 @@ def check(plan: Plan | str) -> None:
     known = catalogue().points
     for clause in (parse(plan) if isinstance(plan, str) else plan).clauses:
         if clause.point not in known:
-            near = difflib.get_close_matches(clause.point, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "faults.catalogue() lists them all"
+            hint = _hint(clause.point, known, "faults.catalogue() lists them all")
             raise Mistake(f"there is no fault point {clause.point}: {hint}")
 
 
-def _import_all(package: ModuleType, skipped: dict[str, str]) -> None:
-    for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if info.name.endswith(".__main__"):
-            continue
-        try:
-            module = importlib.import_module(info.name)
-        except errors.MissingPackage as error:
-            skipped[info.name] = str(error)
-            continue
-        except ImportError as error:
-            if error.name is None or error.name.split(".")[0] == holdfast.__name__:
-                raise  # not an optional package: a fault of our own
-            skipped[info.name] = f"needs {error.name}"
-            continue
-        if info.ispkg:
-            _import_all(module, skipped)
+def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def _warn(plan: Plan) -> None:
     """Say on stderr which points of a plan Holdfast does not have: nothing would happen.
 
-    Points are declared when their modules are imported, which none is yet: so they are looked
-    for in the text of the modules. Code that is not ours may declare others.
+    Points are declared when their modules are imported, which none is yet: so the text of the
+    modules counts. Code that is not ours may declare others.
     """
-    known = set(declared_in(holdfast))
+    known = declared_in(holdfast)
     for name in dict.fromkeys(clause.point for clause in plan.clauses):
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "`holdfast faults` lists them."
+            hint = _hint(name, known, "`holdfast faults` lists them.")
             sys.stderr.write(
                 f"holdfast: {PLAN_VARIABLE}: Holdfast has no fault point {name}: {hint}\n"
             )
 
 
-def declared_in(package: ModuleType) -> Iterator[str]:
-    """The points that the text of a package declares, imported or not."""
+def declared_in(package: ModuleType) -> dict[str, str]:
+    """The points that the text of a package declares, imported or not, with what they are."""
+    found: dict[str, str] = {}
     for folder in package.__path__:
         for path in Path(folder).rglob("*.py"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                yield from _DECLARED.findall(path.read_text())
+                found.update(_declarations(path.read_text()))
+    return found
+
+
+def _declarations(text: str) -> Iterator[tuple[str, str]]:
+    if "declare(" not in text:
+        return
+    for node in ast.parse(text).body:
+        match node:
+            case ast.Assign(
+                value=ast.Call(
+                    func=ast.Name("declare") | ast.Attribute(attr="declare"),
+                    args=[ast.Constant(str(name)), ast.Constant(str(about))],
+                )
+            ):
+                yield name, about
 
 
 def _check_name(name: str) -> None:

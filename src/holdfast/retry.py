@@ -35,6 +35,7 @@ from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, Unpack, 
 
 from holdfast import errors
 from holdfast.errors import HoldfastError, Mistake, Retriable
+from holdfast.text import several
 
 __all__ = ["AGAIN", "Attempt", "Clock", "Partial", "Pauses", "Policy", "delay_s", "insist"]
 
@@ -433,7 +434,7 @@ class _Batch(Generic[T]):
     def blame(self, error: Exception) -> dict[str, T | Exception]:
         """Give every pending key the error that the call raised, or raise it again."""
         if not _covered(error, self._on):
-            _note(error, f"the call was for {_names(self.pending)}")
+            _note(error, f"the call was for {several(self.pending, _NAMED_KEYS)}")
             raise error
         return dict.fromkeys(self.pending, error)
 
@@ -441,10 +442,9 @@ class _Batch(Generic[T]):
         """Sort an answer. Raises `BatchFailed` while there are failures."""
         if not isinstance(answer, Mapping):
             raise Mistake(f"a batch is answered with a mapping by key, not {_brief(answer)}")
-        if extra := answer.keys() - set(self.pending):
-            raise Mistake(
-                f"the answer has keys nobody asked for: {_names(sorted(map(str, extra)))}"
-            )
+        if extra := sorted(map(str, answer.keys() - set(self.pending))):
+            named = several(extra, _NAMED_KEYS)
+            raise Mistake(f"the answer has keys nobody asked for: {named}")
         for key in self.pending:
             outcome = answer.get(key, _NOTHING)
             if outcome is _NOTHING:
@@ -464,8 +464,9 @@ class _Batch(Generic[T]):
             wish = max((_retry_after_s(again[key]) for key in self.pending), default=0.0)
             result = self.result()
             reasons = [f"{_brief(k)}: {_brief(e)}" for k, e in result.failures.items()]
+            named = several(reasons, _NAMED_KEYS)
             self.error = errors.BatchFailed(
-                f"{len(reasons)} of {len(self._keys)} keys failed: {_names(reasons)}",
+                f"{len(reasons)} of {len(self._keys)} keys failed: {named}",
                 failures=result.failures,
                 values=result.values,
             )
@@ -512,11 +513,6 @@ def _check(name: str, value: float, low: float, high: float) -> None:
 
 def _note(error: Exception, text: str) -> None:
     error.add_note(f"retry: {text}")
-
-
-def _names(items: list[str]) -> str:
-    more = len(items) - _NAMED_KEYS
-    return ", ".join(items[:_NAMED_KEYS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _brief(thing: object) -> str:

@@ -36,15 +36,20 @@ __all__ = [
     "RedisServer",
     "Server",
     "find_program",
+    "installed",
 ]
 
 HOST = "127.0.0.1"
 
 
+def installed(name: str) -> str | None:
+    """A program on the PATH, or beside this Python, where packages put theirs."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
 def find_program(name: str, packages: str) -> str:
-    """Find a program on the PATH, or beside this Python; `packages` is told if neither."""
-    beside = Path(sys.executable).parent / name
-    found = shutil.which(name) or (str(beside) if beside.is_file() else None)
+    """An installed program; `packages` is told if there is none."""
+    found = installed(name)
     if found is None:
         raise MissingPackage(f"the program {name} was not found: install {packages}")
     return found
@@ -100,7 +105,7 @@ class Server(ABC):
         child.kill_group()
 
     def restart(self, *, wait: bool = True) -> Self:
-        """Bring a killed or stopped server back, on the same port with the same data."""
+        """Bring a killed server back, on the same port with the same data."""
         return self.start(wait=wait)
 
     def pause(self) -> None:
@@ -112,13 +117,6 @@ class Server(ABC):
     def resume(self) -> None:
         """SIGCONT."""
         self._running().signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End it in good order. Stopping twice does no harm."""
-        child, self.child = self.child, None
-        if child is not None:
-            child.signal(signal.SIGCONT)  # a paused process cannot hear SIGTERM
-            child.stop()
 
     def _running(self) -> Child:
         if self.child is None:
@@ -214,16 +212,14 @@ class EtcdServer(Server):
 class EtcdCluster:
     """Several etcd members on this machine. Use `with`: it starts and ends them all."""
 
-    def __init__(
-        self, count: int, folder: Path, *, tls: EtcdTls | None = None, args: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, count: int, folder: Path) -> None:
         if count < 1:
             raise Mistake(f"a cluster has at least one member, not {count}")
         self._held = [(HeldPort(), HeldPort()) for _ in range(count)]
         pairs = [(client.port, peer.port) for client, peer in self._held]
         peers = ",".join(f"m{n}=http://{HOST}:{peer}" for n, (_, peer) in enumerate(pairs))
         self.members = [
-            EtcdServer(folder, name=f"m{n}", ports=pair, peers=peers, tls=tls, args=args)
+            EtcdServer(folder, name=f"m{n}", ports=pair, peers=peers)
             for n, pair in enumerate(pairs)
         ]
 
@@ -232,37 +228,29 @@ class EtcdCluster:
         """Where clients connect to, member by member."""
         return [member.endpoint for member in self.members]
 
-    def start(self) -> Self:
-        """Start all members, then wait for each: none is ready before a majority is."""
-        for member in self.members:
-            member.start(wait=False)
-        for member in self.members:
-            member.wait_ready()
-        return self
-
-    def stop(self) -> None:
-        """End all members, at once: the cluster is not used any more."""
-        for member in self.members:
-            member.__exit__()
-
     def __enter__(self) -> Self:
         try:
-            return self.start()
+            for member in self.members:
+                member.start(wait=False)
+            for member in self.members:  # none is ready before a majority is
+                member.wait_ready()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        for member in self.members:
+            member.__exit__()
 
 
 class RedisServer(Server):
     """A Redis server that writes each change to its append-only file before it answers."""
 
-    def __init__(self, folder: Path, *, name: str = "redis", args: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *, args: Sequence[str] = ()) -> None:
         self._program = find_program("redis-server", "Debian's redis-server")
         self._held = HeldPort()
-        super().__init__(name, folder, self._held.port)
+        super().__init__("redis", folder, self._held.port)
         self._args = tuple(args)
 
     @property
@@ -302,12 +290,11 @@ class MooncakeServer(Server):
     What clients have put is known to this process only: after `kill` it is gone.
     """
 
-    def __init__(self, folder: Path, *, name: str = "mooncake", args: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path) -> None:
         self._program = find_program("mooncake_master", "PyPI's mooncake-transfer-engine-non-cuda")
         self._held = [HeldPort() for _ in range(3)]
         port, self.metadata_port, self.admin_port = (held.port for held in self._held)
-        super().__init__(name, folder, port)
-        self._args = tuple(args)
+        super().__init__("mooncake", folder, port)
 
     @property
     def metadata(self) -> str:
@@ -328,8 +315,7 @@ class MooncakeServer(Server):
         # What was put stays until it is deleted: this is a store, not a cache.
         argv += ["--eviction_high_watermark_ratio=1.0", "--eviction_ratio=0.0"]
         # A holder that a busy machine keeps from answering is not dead: its values would be lost.
-        argv += ["--client_ttl=60", "--default_kv_lease_ttl=60000"]
-        return [*argv, *self._args]
+        return [*argv, "--client_ttl=60", "--default_kv_lease_ttl=60000"]
 
     def ready(self) -> bool:
         """Whether master and metadata server answer."""
@@ -348,12 +334,10 @@ class MooncakeServer(Server):
 class MooncakeHolder(Server):
     """A process that lends its memory to a Mooncake master. Killed, what it held is lost."""
 
-    def __init__(
-        self, folder: Path, master: MooncakeServer, *, nbytes: int, name: str = "holder"
-    ) -> None:
+    def __init__(self, folder: Path, master: MooncakeServer, *, nbytes: int) -> None:
         self._program = find_program("mooncake_client", "PyPI's mooncake-transfer-engine-non-cuda")
         self._held = HeldPort()
-        super().__init__(name, folder, self._held.port)
+        super().__init__("holder", folder, self._held.port)
         self._master = master
         self._nbytes = nbytes
         self._before: frozenset[str] = frozenset()

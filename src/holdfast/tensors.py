@@ -39,53 +39,33 @@ MAX_NAME_BYTES = 1024
 MAX_DIMS = 64
 """numpy has no more."""
 
-DTYPES: Mapping[str, int] = {
-    "C128": 16,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
+# What torch, numpy and ml_dtypes all call them, and the bytes of an item.
+_TABLE: Mapping[str, tuple[str, int]] = {
+    "C128": ("complex128", 16),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }
+DTYPES: Mapping[str, int] = {code: size for code, (_, size) in _TABLE.items()}
 """Bytes per item, by safetensors code (C128 is ours). Items smaller than a byte are left out."""
 
-# What torch, numpy and ml_dtypes all call them.
-_NAMES = {
-    "C128": "complex128",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F32": "float32",
-    "I32": "int32",
-    "U32": "uint32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I16": "int16",
-    "U16": "uint16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+_NAMES = {code: name for code, (name, _) in _TABLE.items()}
 _CODES = {name: code for code, name in _NAMES.items()}
 _plain_codes: dict[object, str] = {}
 """The codes of torch's dtypes that numpy has, too, as far as they were met."""

@@ -500,7 +500,7 @@ def purposes() -> dict[str, str]:
     (model,) = ast.parse(inspect.getsource(Timeouts)).body
     assert isinstance(model, ast.ClassDef)
     return {
-        field.target.id: doc.value.value
+        field.target.id: str(doc.value.value)
         for field, doc in itertools.pairwise(model.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

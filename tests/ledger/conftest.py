@@ -13,6 +13,7 @@ import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.ledger import Lease, Ledger
+from holdfast.ledger.sqlite import SqliteLedger
 
 Opener = Callable[[], Awaitable[Ledger]]
 Granter = Callable[[float], Awaitable[Lease]]
@@ -45,6 +46,13 @@ async def open_ledger(ledger_url: str) -> AsyncIterator[Opener]:
 @pytest.fixture
 async def ledger(open_ledger: Opener) -> Ledger:
     return await open_ledger()
+
+
+@pytest.fixture
+async def led(tmp_path: Path) -> AsyncIterator[SqliteLedger]:
+    """A ledger in `x.db`, for what need not be tried on every back end."""
+    async with SqliteLedger(tmp_path / "x.db") as led:
+        yield led
 
 
 @pytest.fixture

@@ -41,6 +41,12 @@ async def put(ledger: Ledger, key: str, value: bytes = b"", lease: int = 0) -> E
     return entry
 
 
+async def value(ledger: Ledger, key: str) -> bytes | None:
+    """What a key holds; None when there is no such key."""
+    entry = await ledger.get(key)
+    return None if entry is None else entry.value
+
+
 async def revision(ledger: Ledger, root: str) -> int:
     return (await ledger.range(root)).revision
 
@@ -52,9 +58,7 @@ async def test_a_missing_key_is_none(ledger: Ledger, root: str) -> None:
     """There is a difference between an empty value and no key."""
     assert await ledger.get(root + "a") is None
     await put(ledger, root + "a", b"")
-    entry = await ledger.get(root + "a")
-    assert entry is not None
-    assert entry.value == b""
+    assert await value(ledger, root + "a") == b""
 
 
 async def test_an_entry_remembers_its_revisions(ledger: Ledger, root: str) -> None:
@@ -151,9 +155,7 @@ async def test_compares_see_the_state_before_the_transaction(ledger: Ledger, roo
     assert answer.succeeded
     answer = await ledger.txn([absent(key)], [Put(key, b"then")], [Put(key, b"otherwise")])
     assert not answer.succeeded
-    entry = await ledger.get(key)
-    assert entry is not None
-    assert entry.value == b"otherwise"
+    assert await value(ledger, key) == b"otherwise"
 
 
 async def test_one_false_condition_is_enough(ledger: Ledger, root: str) -> None:
@@ -252,9 +254,7 @@ async def test_a_transaction_takes_one_mebibyte(ledger: Ledger, root: str) -> No
         await ledger.txn([absent(key)], [Put(key, full)], [Get(key)])
     assert await ledger.get(key) is None
     await ledger.txn(then=[Put(key, full)])
-    entry = await ledger.get(key)
-    assert entry is not None
-    assert entry.value == full
+    assert await value(ledger, key) == full
 
 
 BAD_KEYS: list[Any] = ["", "a", "a/b", " /a", "/\n", "/a\0b", "/\x7f", "/\ud800", b"/a", None]
@@ -455,9 +455,7 @@ async def test_only_one_of_many_wins(open_ledger: Opener, root: str) -> None:
         answers = await asyncio.gather(*calls)
         winners = [n for n, answer in enumerate(answers) if answer.succeeded]
         assert len(winners) == 1
-        entry = await clients[0].get(key)
-        assert entry is not None
-        assert entry.value == b"%d" % winners[0]
+        assert await value(clients[0], key) == b"%d" % winners[0]
 
 
 async def test_starting_twice_does_no_harm(ledger_url: str, root: str) -> None:

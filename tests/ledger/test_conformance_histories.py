@@ -70,44 +70,49 @@ def _changed(entry: Entry, by: int) -> Put:
     return Put(entry.key, b"%d" % (int(entry.value) + by))
 
 
+class Workers:
+    """Processes on one ledger, each of which records what it does."""
+
+    def __init__(self, ledger: Ledger, url: str, root: str, folder: Path) -> None:
+        self.ledger, self.url, self.root, self.folder = ledger, url, root, folder
+        self.paths = [folder / f"p{number}.jsonl" for number in range(PROCESSES)]
+        self.children: list[Child] = []
+
+    async def run(self, count: int, kind: str, *, killed: int = 0) -> None:
+        """Start them all, and let them go at the same moment."""
+        start = (await self.ledger.range(self.root)).revision + 1
+        for number, path in enumerate(self.paths):
+            argv = [sys.executable, str(WORKER), self.url, self.root, f"p{number}"]
+            argv += [str(SEED + number), str(count), str(path), kind]
+            argv += ["killed"] * (number < killed)
+            self.children.append(spawn(argv, log=self.folder / f"p{number}.log"))
+        async with self.ledger.watch(self.root + "ready/", start=start) as watch:
+            await take(watch, PROCESSES)
+        await self.ledger.txn(then=[Put(self.root + "go", b"")])
+
+    async def join(self, *, killed: int = 0) -> list[Operation]:
+        """Wait for them all; returns what they did."""
+        for number, child in enumerate(self.children):
+            code = await within(asyncio.to_thread(child.process.wait), 60)
+            expected = -signal.SIGKILL if number < killed else 0
+            assert code == expected, child.log and child.log.read_text()
+        return merge(self.paths)
+
+    def judge(self, history: list[Operation]) -> None:
+        """A history that is refused stays, to be looked at and checked again."""
+        kept = self.folder / "history.jsonl"
+        save(kept, history)
+        for verdict in (check(history), check_revisions(history)):
+            assert verdict.ok, f"seed {SEED}, history in {kept}\n{verdict}"
+
+
 @pytest.fixture
-def children() -> Iterator[list[Child]]:
-    """Processes that end with the test."""
-    started: list[Child] = []
-    yield started
-    for child in started:
+def workers(ledger: Ledger, ledger_url: str, root: str, tmp_path: Path) -> Iterator[Workers]:
+    """Workers that end with the test."""
+    workers = Workers(ledger, ledger_url, root, tmp_path)
+    yield workers
+    for child in workers.children:
         child.kill_group()
-
-
-async def _run(
-    ledger: Ledger,
-    url: str,
-    root: str,
-    folder: Path,
-    children: list[Child],
-    count: int,
-    kind: str,
-    *,
-    killed: int = 0,
-) -> list[Path]:
-    """Start all workers, let them go at the same moment; return where they record."""
-    paths = [folder / f"p{number}.jsonl" for number in range(PROCESSES)]
-    start = (await ledger.range(root)).revision + 1
-    for number, path in enumerate(paths):
-        argv = [sys.executable, str(WORKER), url, root, f"p{number}", str(SEED + number)]
-        argv += [str(count), str(path), kind, *["killed"] * (number < killed)]
-        children.append(spawn(argv, log=folder / f"p{number}.log"))
-    async with ledger.watch(root + "ready/", start=start) as watch:
-        await take(watch, PROCESSES)
-    await ledger.txn(then=[Put(root + "go", b"")])
-    return paths
-
-
-async def _join(children: list[Child], *, killed: int = 0) -> None:
-    for number, child in enumerate(children):
-        code = await within(asyncio.to_thread(child.process.wait), 60)
-        expected = -signal.SIGKILL if number < killed else 0
-        assert code == expected, child.log and child.log.read_text()
 
 
 def _has_begun(path: Path) -> bool:
@@ -125,59 +130,43 @@ def _overlaps(history: list[Operation]) -> int:
     return overlapping
 
 
-def _judge(history: list[Operation], kept: Path) -> None:
-    """A history that is refused stays, to be looked at and checked again."""
-    save(kept, history)
-    for verdict in (check(history), check_revisions(history)):
-        assert verdict.ok, f"seed {SEED}, history in {kept}\n{verdict}"
-
-
 across_processes = pytest.mark.parametrize(
     "ledger_url", ["sqlite", pytest.param("etcd", marks=pytest.mark.etcd)], indirect=True
 )
 
 
 @across_processes
-async def test_the_history_of_many_processes_is_linearizable(
-    ledger: Ledger, ledger_url: str, root: str, tmp_path: Path, children: list[Child]
-) -> None:
+async def test_the_history_of_many_processes_is_linearizable(workers: Workers) -> None:
     """Six processes, five keys: reads, writes, compare-and-set, deletes, revisions."""
-    paths = await _run(ledger, ledger_url, root, tmp_path, children, 300, "single")
-    await _join(children)
-    history = merge(paths)
+    await workers.run(300, "single")
+    history = await workers.join()
     assert len(history) == PROCESSES * 300
     assert all(one.returned for one in history)
     assert _overlaps(history) > 100
     assert {type(one.call).__name__ for one in history} == {"Read", "Write", "Cas", "Remove"}
-    _judge(history, tmp_path / "history.jsonl")
+    workers.judge(history)
 
 
 @across_processes
-async def test_the_history_of_killed_processes_is_linearizable(
-    ledger: Ledger, ledger_url: str, root: str, tmp_path: Path, children: list[Child]
-) -> None:
+async def test_the_history_of_killed_processes_is_linearizable(workers: Workers) -> None:
     """What a killed process was doing happened whole, or not at all; the others go on."""
-    paths = await _run(ledger, ledger_url, root, tmp_path, children, 200, "single", killed=2)
-    for number in range(2):
-        child, path = children[number], paths[number]
+    await workers.run(200, "single", killed=2)
+    for child, path in list(zip(workers.children, workers.paths, strict=True))[:2]:
         await asyncio.to_thread(child.wait_until, partial(_has_begun, path), LIMIT_S)
         child.kill_group()
-    await _join(children, killed=2)
-    history = merge(paths)
+    history = await workers.join(killed=2)
     assert {one.process for one in history if one.returned is None} <= {"p0", "p1"}
-    _judge(history, tmp_path / "history.jsonl")
+    workers.judge(history)
 
 
 @across_processes
-async def test_transfers_between_processes_are_linearizable(
-    ledger: Ledger, ledger_url: str, root: str, tmp_path: Path, children: list[Child]
-) -> None:
+async def test_transfers_between_processes_are_linearizable(workers: Workers) -> None:
     """Money moves between two keys in one moment, and the sum stays at every moment."""
+    ledger, root = workers.ledger, workers.root
     seeded = Multi(writes=dict.fromkeys(ACCOUNTS, START))
     await ledger.txn(then=[Put(root + name, b"%d" % START) for name in ACCOUNTS])
-    paths = await _run(ledger, ledger_url, root, tmp_path, children, 150, "transfers")
-    await _join(children)
-    history = [Operation("seed", 0, 1, seeded, ()), *merge(paths)]
+    await workers.run(150, "transfers")
+    history = [Operation("seed", 0, 1, seeded, ()), *await workers.join()]
     for one in history:
         if isinstance(one.call, Multi) and one.call.reads:
             assert isinstance(one.answer, tuple)
@@ -185,4 +174,4 @@ async def test_transfers_between_processes_are_linearizable(
     moved = [one for one in history if one.answer == ()]
     assert len(moved) > 50
     assert sum(int(one.value) for one in (await ledger.range(root + "a")).entries) == 400
-    _judge(history, tmp_path / "history.jsonl")
+    workers.judge(history)

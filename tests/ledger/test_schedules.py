@@ -24,6 +24,8 @@ from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import put
 from patience import HANG_S
 
+from .conformance import take, within
+
 
 class Note(Record, frozen=True, kw_only=True):
     text: str = ""
@@ -67,8 +69,7 @@ async def test_a_keeper_that_fails_says_that_its_lease_is_lost() -> None:
             raise Corrupt("damaged")
 
         led.keep_alive = broken  # type: ignore[method-assign]
-        async with asyncio.timeout(HANG_S):
-            await keeper.lost.wait()
+        await within(keeper.lost.wait())
         assert keeper._task is not None
         assert isinstance(keeper._task.exception(), Corrupt)
 
@@ -82,8 +83,7 @@ async def test_a_keeper_does_not_wait_for_an_answer_beyond_its_lease() -> None:
             return 60.0
 
         led.keep_alive = hanging  # type: ignore[method-assign]
-        async with asyncio.timeout(30):  # the call hangs for twice as long
-            await keeper.lost.wait()
+        await within(keeper.lost.wait(), 30)  # the call hangs for twice as long
 
 
 async def test_memory_watches_hear_of_leases_whose_granter_is_closed() -> None:
@@ -91,9 +91,9 @@ async def test_memory_watches_hear_of_leases_whose_granter_is_closed() -> None:
         async with open("memory:granter") as granter:
             lease = await granter.grant(0.2)
             await granter.txn([], [Put("/mine", b"", lease.id)])
-        async with asyncio.timeout(HANG_S):
-            assert (await anext(watch)).events[0].entry is not None
-            assert (await anext(watch)).events[0].entry is None
+        made, gone = await take(watch, 2)
+    assert made.events[0].entry is not None
+    assert gone.events[0].entry is None
 
 
 async def test_memory_watches_end_when_their_ledger_is_closed() -> None:
@@ -101,9 +101,8 @@ async def test_memory_watches_end_when_their_ledger_is_closed() -> None:
     waiting = asyncio.ensure_future(anext(led.watch("/", start=1)))
     await asyncio.sleep(0)
     await led.close()
-    async with asyncio.timeout(HANG_S):
-        with pytest.raises(Mistake):
-            await waiting
+    with pytest.raises(Mistake):
+        await within(waiting)
 
 
 async def test_a_watch_of_something_rare_keeps_up_with_history() -> None:
@@ -115,8 +114,7 @@ async def test_a_watch_of_something_rare_keeps_up_with_history() -> None:
             if number % 500 == 0:
                 await asyncio.sleep(0)
         await led.txn([], [Put("/rare", b"")])
-        async with asyncio.timeout(HANG_S):
-            assert (await waiting).events[0].key == "/rare"
+        assert (await within(waiting)).events[0].key == "/rare"
 
 
 def test_a_sync_watch_is_closed_under_an_iterating_thread(tmp_path: Path) -> None:

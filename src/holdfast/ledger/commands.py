@@ -2,11 +2,12 @@
 
 import asyncio
 import base64
+import functools
 import json
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import click
 
@@ -22,6 +23,8 @@ from holdfast.ledger.url import open, without_password
 
 __all__ = ["ledger"]
 
+P = ParamSpec("P")
+
 
 @click.group()
 def ledger() -> None:
@@ -32,6 +35,18 @@ def ledger() -> None:
       sqlite:///relative.db   sqlite:////absolute/path.db   (?sync=full survives power loss)
       etcd://host:port,host:port   etcd://user:password@host:port?tls=1&ca=ca.pem
     """
+
+
+def _on_a_ledger(
+    work: Callable[Concatenate[Ledger, P], Coroutine[Any, Any, None]],
+) -> Callable[..., None]:
+    """Make a command of something that is done with an open ledger: it takes the URL instead."""
+
+    @functools.wraps(work)
+    def command(url: str, *args: P.args, **given: P.kwargs) -> None:
+        _with(url, lambda led: work(led, *args, **given))
+
+    return command
 
 
 def _with(
@@ -97,43 +112,37 @@ def _entry(entry: Entry) -> dict[str, Any]:
 @click.argument("prefix", default="/")
 @click.option("--long", "-l", is_flag=True, help="Show size, version and lease as well.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line, with values.")
-def ls(url: str, prefix: str, long: bool, as_json: bool) -> None:
+@_on_a_ledger
+async def ls(led: Ledger, prefix: str, long: bool, as_json: bool) -> None:
     """List the keys below PREFIX, all as of one revision."""
-
-    async def work(led: Ledger) -> None:
-        async for page in led.pages(prefix):
-            for entry in page.entries:
-                if as_json:
-                    click.echo(json.dumps(_entry(entry)))
-                elif long:
-                    lease = f"lease {entry.lease}" if entry.lease else ""
-                    click.echo(
-                        f"{entry.mod_revision:>10}  v{entry.version:<6} {len(entry.value):>8} B  "
-                        f"{entry.key}  {lease}".rstrip()
-                    )
-                else:
-                    click.echo(entry.key)
-
-    _with(url, work)
+    async for page in led.pages(prefix):
+        for entry in page.entries:
+            if as_json:
+                click.echo(json.dumps(_entry(entry)))
+            elif long:
+                lease = f"lease {entry.lease}" if entry.lease else ""
+                click.echo(
+                    f"{entry.mod_revision:>10}  v{entry.version:<6} {len(entry.value):>8} B  "
+                    f"{entry.key}  {lease}".rstrip()
+                )
+            else:
+                click.echo(entry.key)
 
 
 @ledger.command("get")
 @click.argument("url")
 @click.argument("key")
 @click.option("--json", "as_json", is_flag=True, help="With version, revisions and lease.")
-def get(url: str, key: str, as_json: bool) -> None:
+@_on_a_ledger
+async def get(led: Ledger, key: str, as_json: bool) -> None:
     """Print the value of KEY."""
-
-    async def work(led: Ledger) -> None:
-        entry = await led.get(key)
-        if entry is None:
-            raise NotFound(f"there is no key {key}", key=key)
-        if as_json:
-            click.echo(json.dumps(_entry(entry), indent=2))
-        else:
-            click.echo(entry.value)
-
-    _with(url, work)
+    entry = await led.get(key)
+    if entry is None:
+        raise NotFound(f"there is no key {key}", key=key)
+    if as_json:
+        click.echo(json.dumps(_entry(entry), indent=2))
+    else:
+        click.echo(entry.value)
 
 
 @ledger.command("watch")
@@ -187,28 +196,18 @@ def _show(batch: Batch, *, as_json: bool) -> None:
 @ledger.command("leases")
 @click.argument("url")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per lease.")
-def leases(url: str, as_json: bool) -> None:
+@_on_a_ledger
+async def leases(led: Ledger, as_json: bool) -> None:
     """List the living leases: how long each still lasts, and what vanishes with it."""
-
-    async def work(led: Ledger) -> None:
-        for number in await led.leases():
-            info = await led.lease_info(number)
-            if as_json:
-                click.echo(
-                    json.dumps(
-                        {
-                            "lease": info.id,
-                            "ttl_s": info.ttl_s,
-                            "remaining_s": round(info.remaining_s, 3),
-                            "keys": info.keys,
-                        }
-                    )
-                )
-            else:
-                keys = ", ".join(info.keys[:5]) + (" ..." if len(info.keys) > 5 else "")
-                click.echo(f"{info.id:>20}  {info.remaining_s:8.1f} of {info.ttl_s:g} s  {keys}")
-
-    _with(url, work)
+    for number in await led.leases():
+        info = await led.lease_info(number)
+        if as_json:
+            left_s = round(info.remaining_s, 3)
+            times = {"ttl_s": info.ttl_s, "remaining_s": left_s}
+            click.echo(json.dumps({"lease": info.id, **times, "keys": info.keys}))
+        else:
+            keys = ", ".join(info.keys[:5]) + (" ..." if len(info.keys) > 5 else "")
+            click.echo(f"{info.id:>20}  {info.remaining_s:8.1f} of {info.ttl_s:g} s  {keys}")
 
 
 @ledger.command("break-lease")
@@ -216,30 +215,27 @@ def leases(url: str, as_json: bool) -> None:
 @click.argument("lease", type=int)
 @_reason_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def break_lease(url: str, lease: int, reason: str, yes: bool) -> None:
+@_on_a_ledger
+async def break_lease(led: Ledger, lease: int, reason: str, yes: bool) -> None:
     """End somebody's lease by hand: the keys bound to it vanish at once.
 
     The owner is not asked; what it does afterwards is fenced off, not prevented. Who did it,
     when, why and which keys went is recorded below /holdfast/audit before it happens.
     """
-
-    async def work(led: Ledger) -> None:
-        try:
-            info = await led.lease_info(lease)
-        except LeaseLost:
-            raise NotFound(
-                f"there is no living lease {lease}: see `holdfast ledger leases URL`"
-            ) from None
-        click.echo(f"lease {lease} has {info.remaining_s:.1f} s left and holds:", err=True)
-        for key in info.keys:
-            click.echo(f"  {key}", err=True)
-        if not yes:
-            click.confirm("End it?", abort=True, err=True)
-        where = await audited(led, "break-lease", reason, str(lease), info.keys)
-        await led.revoke(lease)
-        click.echo(f"lease {lease} has ended; recorded at {where}")
-
-    _with(url, work)
+    try:
+        info = await led.lease_info(lease)
+    except LeaseLost:
+        raise NotFound(
+            f"there is no living lease {lease}: see `holdfast ledger leases URL`"
+        ) from None
+    click.echo(f"lease {lease} has {info.remaining_s:.1f} s left and holds:", err=True)
+    for key in info.keys:
+        click.echo(f"  {key}", err=True)
+    if not yes:
+        click.confirm("End it?", abort=True, err=True)
+    where = await audited(led, "break-lease", reason, str(lease), info.keys)
+    await led.revoke(lease)
+    click.echo(f"lease {lease} has ended; recorded at {where}")
 
 
 @ledger.command("put")
@@ -267,17 +263,14 @@ def put(url: str, key: str, value: str, reason: str) -> None:
 @click.argument("url")
 @click.argument("key")
 @_reason_option
-def delete(url: str, key: str, reason: str) -> None:
+@_on_a_ledger
+async def delete(led: Ledger, key: str, reason: str) -> None:
     """Delete KEY by hand. Recorded below /holdfast/audit, like break-lease."""
-
-    async def work(led: Ledger) -> None:
-        if await led.get(key) is None:
-            raise NotFound(f"there is no key {key}", key=key)
-        await audited(led, "delete", reason, key, (key,))
-        txn = await led.txn([], [Delete(key)])
-        click.echo(f"{key} deleted at revision {txn.revision}")
-
-    _with(url, work)
+    if await led.get(key) is None:
+        raise NotFound(f"there is no key {key}", key=key)
+    await audited(led, "delete", reason, key, (key,))
+    txn = await led.txn([], [Delete(key)])
+    click.echo(f"{key} deleted at revision {txn.revision}")
 
 
 @ledger.command("backup")
@@ -331,34 +324,26 @@ def restore(file: Path, url: str) -> None:
 
 @ledger.command("check")
 @click.argument("url")
-def check(url: str) -> None:
+@_on_a_ledger
+async def check(led: Ledger) -> None:
     """Check that the ledger is sound. Exit code 1 if it is not."""
-
-    async def work(led: Ledger) -> None:
-        problems, count = await check_ledger(led)
-        for problem in problems:
-            click.echo(problem)
-        click.echo(f"{count} entries checked, {len(problems)} problems")
-        if problems:
-            raise click.exceptions.Exit(1)
-
-    _with(url, work)
+    problems, count = await check_ledger(led)
+    for problem in problems:
+        click.echo(problem)
+    click.echo(f"{count} entries checked, {len(problems)} problems")
+    if problems:
+        raise click.exceptions.Exit(1)
 
 
 @ledger.command("compact")
 @click.argument("url")
 @click.option("--keep", default=1000, show_default=True, help="How many revisions to keep.")
-def compact(url: str, keep: int) -> None:
+@_on_a_ledger
+async def compact(led: Ledger, keep: int) -> None:
     """Forget old history. What is in the ledger stays; watches that lag read again."""
-    if keep < 0:
-        raise Mistake("--keep is a number of revisions, 0 or more")
-
-    async def work(led: Ledger) -> None:
-        revision = (await led.range("/holdfast/")).revision
-        if revision - keep < 1:
-            click.echo(f"there are only {revision} revisions: nothing to forget")
-            return
-        await led.compact(revision - keep)
-        click.echo(f"history up to revision {revision - keep} is forgotten")
-
-    _with(url, work)
+    revision = (await led.range("/holdfast/")).revision
+    if revision - keep < 1:
+        click.echo(f"there are only {revision} revisions: nothing to forget")
+        return
+    await led.compact(revision - keep)
+    click.echo(f"history up to revision {revision - keep} is forgotten")

@@ -30,19 +30,12 @@ class Hub:
         self.store = Store()
         self.clock = clock
         self.lock = threading.Lock()
-        self._bells: set[_Bell] = set()
-
-    def enter(self, bell: "_Bell") -> None:
-        """Ring `bell` whenever something below its prefix changes."""
-        self._bells.add(bell)
-
-    def leave(self, bell: "_Bell") -> None:
-        """Stop ringing `bell`."""
-        self._bells.discard(bell)
+        self.bells: set[_Bell] = set()
+        """Each is rung whenever something below its prefix changes."""
 
     def ring(self, since: int) -> None:
         """Wake those whose prefix changed after revision `since`."""
-        if self.store.revision == since or not self._bells:
+        if self.store.revision == since or not self.bells:
             return
         try:
             batches = self.store.changes("/", since + 1)
@@ -52,13 +45,13 @@ class Hub:
         changed = [event.key for batch in batches for event in batch.events]
         # Whoever waits for something rare looks now and then, and so keeps up with history.
         often = self.store.revision // _KEEP_UP != since // _KEEP_UP
-        for bell in tuple(self._bells):
+        for bell in tuple(self.bells):
             if often or any(key.startswith(bell.prefix) for key in changed):
                 bell.ring()
 
     def ring_all(self) -> None:
         """Wake everybody."""
-        for bell in tuple(self._bells):
+        for bell in tuple(self.bells):
             bell.ring()
 
 
@@ -183,7 +176,7 @@ class _MemoryWatch(Watch):
         self._ready: list[Batch] = []
         self._bell = _Bell(prefix)
         self._closed = False
-        hub.enter(self._bell)
+        hub.bells.add(self._bell)
 
     async def __anext__(self) -> Batch:
         while not self._ready:
@@ -199,5 +192,5 @@ class _MemoryWatch(Watch):
 
     async def aclose(self) -> None:
         self._closed = True
-        self._hub.leave(self._bell)
+        self._hub.bells.discard(self._bell)
         self._bell.ring()

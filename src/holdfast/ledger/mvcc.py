@@ -7,6 +7,7 @@ by `history_max` revisions (older ones are compacted by themselves).
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from sortedcontainers import SortedDict
 
@@ -23,18 +24,17 @@ from holdfast.ledger.types import (
     Put,
     Txn,
     holds,
+    written,
 )
 
 HISTORY_MAX = 10_000
 
 
+@dataclass(slots=True)
 class _Lease:
-    __slots__ = ("deadline", "keys", "ttl_s")
-
-    def __init__(self, ttl_s: float, deadline: float) -> None:
-        self.ttl_s = ttl_s
-        self.deadline = deadline
-        self.keys: set[str] = set()
+    ttl_s: float
+    deadline: float
+    keys: set[str] = field(default_factory=set)
 
 
 class Store:
@@ -129,14 +129,7 @@ class Store:
         return Txn(succeeded, self.revision, tuple(results))
 
     def _put(self, op: Put, previous: Entry | None, revision: int) -> Event:
-        entry = Entry(
-            key=op.key,
-            value=op.value,
-            create_revision=previous.create_revision if previous else revision,
-            mod_revision=revision,
-            version=previous.version + 1 if previous else 1,
-            lease=op.lease,
-        )
+        entry = written(op, previous, revision)
         self._unbind(previous)
         if op.lease:
             self._leases[op.lease].keys.add(op.key)

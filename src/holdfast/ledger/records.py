@@ -14,6 +14,7 @@ harm (`repeatable=True`): as soon as the record may have been changed by the los
 carries an identity that stays the same across attempts.
 """
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -23,7 +24,7 @@ import msgspec
 from holdfast.errors import Conflict, Corrupt, Fenced, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import Runtime
-from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged
+from holdfast.ledger.types import Compare, Delete, Entry, Get, Put, Txn, absent, unchanged, written
 from holdfast.retry import Policy
 
 __all__ = [
@@ -55,30 +56,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 R = TypeVar("R", bound=Record)
 
 
+@dataclass(slots=True, eq=False)
 class Stored(Generic[R]):
     """A record together with the entry it came from."""
 
-    __slots__ = ("entry", "record")
-
-    def __init__(self, entry: Entry, record: R) -> None:
-        self.entry = entry
-        self.record = record
+    entry: Entry
+    record: R
 
 
-class Verdict:
-    """What a deciding function may return instead of a record: KEEP or REMOVE."""
+class Verdict(enum.Enum):
+    """What a deciding function may return instead of a record."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
+    KEEP = "leave the record as it is"
+    REMOVE = "delete the record"
 
 
-KEEP = Verdict("KEEP")
-"""What a deciding function returns to leave the record as it is."""
-REMOVE = Verdict("REMOVE")
-"""What a deciding function returns to delete the record."""
+KEEP, REMOVE = Verdict.KEEP, Verdict.REMOVE
 
 _ATTEMPTS_MAX = 10_000
 """Time ends an update, not the number of its attempts: the waits between them add up."""
@@ -199,17 +192,32 @@ class _Change(Generic[R]):
         if verdict is KEEP or (verdict is REMOVE and stored is None):
             return stored
         try:
-            committed, written = await _commit(
-                self.runtime, self.key, stored, verdict, self.lease, self.guards
-            )
+            txn, there = await self._commit(entry, verdict)
         except UnknownOutcome as error:
             self.lost, self.over = error, entry
             raise
-        if committed:
-            return written
+        if txn.succeeded:
+            return there
+        if txn.results[0] == entry:
+            # The record was read by the transaction itself: a later look could find it changed
+            # back. It is as it was, so it was a guard that failed, and looking again cannot help.
+            raise Fenced(f"{self.key} was not changed: a guard no longer holds", key=self.key)
         if self.lost is not None:
             self._may_be_ours()
         raise Conflict(f"{self.key} was changed by others again and again", key=self.key)
+
+    async def _commit(
+        self, entry: Entry | None, verdict: R | Verdict
+    ) -> tuple[Txn, Stored[R] | None]:
+        """Try once; returns the answer, and what is there if it was committed."""
+        compare = [unchanged(entry) if entry else absent(self.key), *self.guards]
+        if not isinstance(verdict, Record):
+            txn = await self.runtime.ledger.txn(compare, [Delete(self.key)], [Get(self.key)])
+            return txn, None
+        bound = self.lease if self.lease is not None else (entry.lease if entry else 0)
+        op = put(self.key, verdict, lease=bound, over=entry)
+        txn = await self.runtime.ledger.txn(compare, [op], [Get(self.key)])
+        return txn, Stored(written(op, entry, txn.revision), verdict)
 
     def _may_be_ours(self) -> None:
         if not self.repeatable:
@@ -223,42 +231,3 @@ class _Change(Generic[R]):
             f"{why}; look before trying again",
             key=self.key,
         )
-
-
-async def _commit(
-    runtime: Runtime,
-    key: str,
-    stored: Stored[R] | None,
-    verdict: R | Verdict,
-    lease: int | None,
-    guards: Sequence[Compare],
-) -> tuple[bool, Stored[R] | None]:
-    """Try once; tells whether it was committed, and what is there then."""
-    entry = stored.entry if stored else None
-    compare = unchanged(entry) if entry else absent(key)
-    if not isinstance(verdict, Record):
-        txn = await runtime.ledger.txn([compare, *guards], [Delete(key)], [Get(key)])
-        _check_guards(txn, key, entry)
-        return txn.succeeded, None
-    bound = lease if lease is not None else (entry.lease if entry else 0)
-    op = put(key, verdict, lease=bound, over=entry)
-    txn = await runtime.ledger.txn([compare, *guards], [op], [Get(key)])
-    _check_guards(txn, key, entry)
-    fresh = Entry(
-        key,
-        op.value,
-        entry.create_revision if entry else txn.revision,
-        txn.revision,
-        entry.version + 1 if entry else 1,
-        bound,
-    )
-    return txn.succeeded, Stored(fresh, verdict)
-
-
-def _check_guards(txn: Txn, key: str, entry: Entry | None) -> None:
-    """Raise when it was a guard that failed: looking again would not help.
-
-    The record was read by the transaction itself: a later look could find it changed back.
-    """
-    if not txn.succeeded and txn.results[0] == entry:
-        raise Fenced(f"{key} was not changed: a guard no longer holds", key=key)

@@ -8,8 +8,9 @@ etcd's, so that etcd is a back end and not a translation.
 This module is pure: no I/O, no clock.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, assert_never
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +24,21 @@ MAX_LEASE_S = 86_400.0
 
 Target = Literal["create", "mod", "version", "lease", "value"]
 Relation = Literal["==", "!=", "<", ">"]
+
+FIELDS: Mapping[Target, str] = {
+    "create": "create_revision",
+    "mod": "mod_revision",
+    "version": "version",
+    "lease": "lease",
+    "value": "value",
+}
+"""Which field of an entry a condition speaks of."""
+_RELATIONS: Mapping[Relation, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -164,35 +180,18 @@ def value_is(key: str, value: bytes) -> Compare:
 
 def holds(compare: Compare, entry: Entry | None) -> bool:
     """Decide one condition against the entry it speaks of."""
-    if compare.target == "value":
-        if entry is None:
-            return False
-        return _relate(compare.relation, entry.value, compare.operand)
+    relate = _RELATIONS[compare.relation]
     if entry is None:
-        return _relate(compare.relation, 0, compare.operand)
-    number: int
-    match compare.target:
-        case "create":
-            number = entry.create_revision
-        case "mod":
-            number = entry.mod_revision
-        case "version":
-            number = entry.version
-        case "lease":
-            number = entry.lease
-        case _ as never:
-            assert_never(never)
-    return _relate(compare.relation, number, compare.operand)
+        return compare.target != "value" and relate(0, compare.operand)
+    return relate(getattr(entry, FIELDS[compare.target]), compare.operand)
 
 
-def _relate(relation: Relation, left: int | bytes, right: int | bytes) -> bool:
-    if relation == "==":
-        return left == right
-    if relation == "!=":
-        return left != right
-    if relation == "<":
-        return left < right  # type: ignore[operator]  # check_txn has matched the types
-    return left > right  # type: ignore[operator]  # check_txn has matched the types
+def written(op: Put, previous: Entry | None, revision: int) -> Entry:
+    """What a Put at `revision` makes of what was there."""
+    if previous is None:
+        return Entry(op.key, op.value, revision, revision, 1, op.lease)
+    created, version = previous.create_revision, previous.version + 1
+    return Entry(op.key, op.value, created, revision, version, op.lease)
 
 
 def prefix_end(prefix: str) -> str:

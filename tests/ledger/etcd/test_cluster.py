@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +13,7 @@ from holdfast.ledger.etcd.watch import EtcdWatch
 from holdfast.ledger.types import Batch, Put, absent
 from holdfast.servers import EtcdCluster, EtcdServer
 from holdfast.timeouts import Timeouts
+from ledger.conformance import until
 from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
@@ -42,13 +43,6 @@ async def up(member: EtcdServer) -> None:
     """Bring a member back without holding up the event loop."""
     member.restart(wait=False)
     await asyncio.to_thread(member.wait_ready)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
-    """Wait for something that this process can only see by looking."""
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def collect(watch: EtcdWatch, into: list[Batch], last: str) -> None:

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from holdfast.errors import Denied, HoldfastError, Mistake, Unavailable
-from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import EtcdLedger
-from holdfast.ledger.types import Batch, Put
+from holdfast.ledger.types import Put
 from holdfast.servers import EtcdServer, EtcdTls
+from ledger.conformance import take
 from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
@@ -65,12 +65,6 @@ def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-async def take(watch: Watch, count: int, limit_s: float = HANG_S) -> list[Batch]:
-    """The next batches of a watch, or a failure after `limit_s`."""
-    async with asyncio.timeout(limit_s):
-        return [await anext(watch) for _ in range(count)]
-
-
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[EtcdServer]:
     """A server that wants a login: `root`, and `limited`, who may only touch /mine/."""
@@ -117,13 +111,13 @@ async def test_credentials(guarded: EtcdServer) -> None:
     async with EtcdLedger(where, user="limited", password="x") as ledger:
         made = await ledger.txn([], [Put("/mine/a", b"1")])
         async with ledger.watch("/mine/", start=made.revision) as watch:
-            assert len(await take(watch, 1)) == 1
+            assert len(await take(watch)) == 1
         for call in (ledger.get("/theirs"), ledger.txn([], [Put("/theirs", b"2")])):
             with pytest.raises(Denied, match="'limited'"):
                 await call
         async with ledger.watch("/theirs", start=1) as watch:
             with pytest.raises(Denied, match="/theirs"):
-                await take(watch, 1)
+                await take(watch)
 
 
 async def test_an_old_login_is_renewed(guarded: EtcdServer) -> None:
@@ -157,7 +151,7 @@ async def test_tls(tmp_path: Path, certificates: Certificates) -> None:
         ) as ledger:
             made = await ledger.txn([], [Put("/tls", b"1")])
             async with ledger.watch("/tls", start=made.revision) as watch:
-                assert len(await take(watch, 1)) == 1
+                assert len(await take(watch)) == 1
         wrong: list[tuple[EtcdLedger, type[HoldfastError], str]] = [
             (EtcdLedger(where, tls=True, ca=files.other_ca), Mistake, "not trusted"),
             (EtcdLedger(where, tls=True), Mistake, "not trusted"),

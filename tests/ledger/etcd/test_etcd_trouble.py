@@ -3,94 +3,29 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import NoRoom, Unavailable, UnknownOutcome
-from holdfast.ledger.base import Watch
+from holdfast.chaos.proxy import Proxy
+from holdfast.errors import Compacted, HoldfastError, NoRoom, Unavailable, UnknownOutcome
 from holdfast.ledger.etcd import EtcdLedger
-from holdfast.ledger.types import Batch, Get, Put
+from holdfast.ledger.types import Get, Put
 from holdfast.proc import HeldPort
 from holdfast.servers import EtcdServer
+from ledger.conformance import take
 from patience import HANG_S
 
 pytestmark = pytest.mark.etcd
 
 
-class Cable:
-    """A TCP connection in between. `swallow` lets requests through and loses the answers."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.swallow = False
-        self.swallowed = 0
-
-    async def __aenter__(self) -> "Cable":
-        self._server = await asyncio.start_server(self._joined, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return "127.0.0.1", port
-
-    async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            there, back = await asyncio.open_connection(*self._target)
-            try:
-                await asyncio.wait(
-                    {
-                        asyncio.ensure_future(self._copy(reader, back, answers=False)),
-                        asyncio.ensure_future(self._copy(there, writer, answers=True)),
-                    },
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            finally:
-                back.close()
-        finally:
-            writer.close()
-            self._tasks.discard(task)
-
-    async def _copy(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(65536):
-                if answers and self.swallow:
-                    self.swallowed += 1
-                    return
-                sink.write(data)
-                await sink.drain()
-
-
-@pytest.fixture
-def cable(etcd: EtcdServer) -> Cable:
-    return Cable(etcd.endpoint)
-
-
-async def take(watch: Watch, count: int, limit_s: float = HANG_S) -> list[Batch]:
-    """The next batches of a watch, or a failure after `limit_s`."""
-    async with asyncio.timeout(limit_s):
-        return [await anext(watch) for _ in range(count)]
-
-
 async def _write(ledger: EtcdLedger, prefix: str, count: int) -> None:
     for n in range(1, count + 1):
         await ledger.txn([], [Put(f"{prefix}{n}", b"")])
+
+
+# ---- not there, or somebody else ---------------------------------------------------------
 
 
 async def test_nobody_there() -> None:
@@ -126,85 +61,215 @@ async def test_somebody_else_there(answer: bytes) -> None:
     assert "not like an etcd" in str(caught.value) or "without an answer" in str(caught.value)
 
 
-async def test_a_lost_answer_is_never_sent_again(etcd: EtcdServer, cable: Cable) -> None:
+# ---- lost answers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def proxy(etcd: EtcdServer) -> AsyncIterator[Proxy]:
+    """A line to the server that can fail."""
+    async with Proxy(*etcd.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def two_ways(etcd: EtcdServer, proxy: Proxy) -> AsyncIterator[EtcdLedger]:
+    """A ledger that goes through the proxy, and past it when that fails."""
+    async with EtcdLedger([proxy.address, etcd.endpoint]) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+async def one_way(proxy: Proxy) -> AsyncIterator[EtcdLedger]:
+    """A ledger that knows no other way than the proxy, with short patience."""
+    async with EtcdLedger([proxy.address], timeout_s=1) as ledger:
+        yield ledger
+
+
+def lose_answers(proxy: Proxy) -> None:
+    """Requests arrive; each connection breaks with the first byte of an answer."""
+    proxy.drop(1.0, within_bytes=1, direction="to_client")
+
+
+async def test_a_lost_answer_is_never_sent_again(two_ways: EtcdLedger, proxy: Proxy) -> None:
     """A write whose answer was lost is UnknownOutcome and was applied once; a read goes on."""
-    async with cable, EtcdLedger([cable.endpoint, etcd.endpoint]) as ledger:
-        await ledger.txn([], [Put("/lost/0", b"")])
-        cable.swallow = True
-        with pytest.raises(UnknownOutcome, match="may or may not"):
-            await ledger.txn([], [Put("/lost/1", b"")])
-        assert cable.swallowed == 1
-        entry = await ledger.get("/lost/1")
-        assert entry is not None
-        assert entry.version == 1
-        # An endpoint that failed is asked first whether it works: nothing else is unknown.
-        for n in range(2, 5):
-            await ledger.txn([], [Put(f"/lost/{n}", b"")])
-        cable.swallow = False
+    await two_ways.txn([], [Put("/lost/0", b"")])
+    lose_answers(proxy)
+    with pytest.raises(UnknownOutcome, match="may or may not"):
+        await two_ways.txn([], [Put("/lost/1", b"")])
+    assert proxy.stats.dropped == 1
+    entry = await two_ways.get("/lost/1")
+    assert entry is not None
+    assert entry.version == 1
+    # An endpoint that failed is asked first whether it works: nothing else is unknown.
+    for n in range(2, 5):
+        await two_ways.txn([], [Put(f"/lost/{n}", b"")])
 
 
-async def test_a_read_goes_on_elsewhere(etcd: EtcdServer, cable: Cable) -> None:
+async def test_a_read_goes_on_elsewhere(two_ways: EtcdLedger, proxy: Proxy) -> None:
     """A lost answer to a read costs another attempt, not an error."""
-    async with cable, EtcdLedger([cable.endpoint, etcd.endpoint]) as ledger:
-        await ledger.txn([], [Put("/read", b"1")])
-        cable.swallow = True
-        entry = await ledger.get("/read")
-        assert entry is not None
-        assert entry.value == b"1"
-        assert cable.swallowed == 1
+    await two_ways.txn([], [Put("/read", b"1")])
+    lose_answers(proxy)
+    entry = await two_ways.get("/read")
+    assert entry is not None
+    assert entry.value == b"1"
+    assert proxy.stats.dropped == 1
 
 
-async def test_a_lost_grant_is_unknown(etcd: EtcdServer, cable: Cable) -> None:
+async def test_a_lost_grant_is_unknown(two_ways: EtcdLedger, proxy: Proxy) -> None:
     """A lease may have been granted although nobody heard of it: one, not two."""
-    async with cable, EtcdLedger([cable.endpoint, etcd.endpoint]) as ledger:
-        before = await ledger.leases()
-        cable.swallow = True
-        with pytest.raises(UnknownOutcome):
-            await ledger.grant(30)
-        (new,) = set(await ledger.leases()) - set(before)
-        assert await ledger.keep_alive(new) == 30
-        await ledger.revoke(new)
+    before = await two_ways.leases()
+    lose_answers(proxy)
+    with pytest.raises(UnknownOutcome):
+        await two_ways.grant(30)
+    (new,) = set(await two_ways.leases()) - set(before)
+    assert await two_ways.keep_alive(new) == 30
+    await two_ways.revoke(new)
 
 
-async def test_a_stopped_server_makes_an_unknown_outcome(tmp_path: Path) -> None:
+async def test_a_revoke_without_an_answer_is_unknown(
+    one_way: EtcdLedger, ledger: EtcdLedger, proxy: Proxy
+) -> None:
+    """It was sent and it took effect: "unavailable" would say that it did not."""
+    lease = await one_way.grant(60)
+    await one_way.txn([], [Put("/revoked", b"1", lease.id)])
+    proxy.stall(direction="to_client")
+    with pytest.raises(UnknownOutcome):
+        await one_way.revoke(lease.id)
+    assert await ledger.get("/revoked") is None
+
+
+async def test_a_compaction_without_an_answer_is_unknown(
+    one_way: EtcdLedger, ledger: EtcdLedger, proxy: Proxy
+) -> None:
+    """If it took effect, the caller is not told that it did not."""
+    for number in range(5):
+        newest = (await ledger.txn([], [Put("/compact", str(number).encode())])).revision
+    await one_way.get("/compact")  # the server is known to answer: the next call is sent at once
+    proxy.stall(direction="to_client")
+    with pytest.raises(HoldfastError) as caught:
+        await one_way.compact(newest)
+    try:
+        await ledger.range("/compact", revision=newest - 1)
+    except Compacted:
+        assert isinstance(caught.value, UnknownOutcome)
+
+
+async def test_callers_are_not_cancelled_by_a_close(one_way: EtcdLedger, proxy: Proxy) -> None:
+    """More calls than connections: every caller hears an error of ours."""
+    proxy.stall()
+    calls = [asyncio.ensure_future(one_way.get("/a")) for _ in range(100)]
+    await asyncio.wait(calls, timeout=0.2)
+    await one_way.close()
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(answer, HoldfastError), answer
+
+
+@contextlib.asynccontextmanager
+async def _line(target: tuple[str, int], silent: asyncio.Event) -> AsyncIterator[tuple[str, int]]:
+    """A plain relay: once it is silent, connections that carry a watch carry nothing more."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(
+        source: asyncio.StreamReader, sink: asyncio.StreamWriter, watching: asyncio.Event
+    ) -> None:
+        while data := await source.read(65536):
+            if b"/v3/watch" in data and not silent.is_set():
+                watching.set()
+            if not (watching.is_set() and silent.is_set()):
+                sink.write(data)
+                await sink.drain()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, away = await asyncio.open_connection(*target)
+        writers.extend((writer, away))
+        watching = asyncio.Event()
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await asyncio.gather(pump(reader, away, watching), pump(there, writer, watching))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    yield host, port
+    server.close()
+    for writer in writers:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def test_a_watch_whose_own_connection_dies_silently_goes_on(etcd: EtcdServer) -> None:
+    """The server is well and answers others: the watch still finds its event."""
+    silent = asyncio.Event()
+    async with _line(etcd.endpoint, silent) as address, EtcdLedger([address]) as ledger:
+        made = await ledger.txn([], [Put("/quiet", b"1")])
+        async with ledger.watch("/quiet", start=made.revision) as watch:
+            await take(watch)
+            silent.set()
+            made = await ledger.txn([], [Put("/quiet", b"2")])
+            assert (await take(watch))[0].revision == made.revision
+
+
+# ---- stopped, killed, full ---------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdServer]:
+    """A server of this test's own, to break."""
+    with EtcdServer(tmp_path) as server:
+        yield server
+
+
+async def test_a_stopped_server_makes_an_unknown_outcome(server: EtcdServer) -> None:
     """SIGSTOP in the middle of a write: told in time, and the write is applied at most once."""
-    with EtcdServer(tmp_path) as server:
-        async with EtcdLedger(server.endpoints, timeout_s=1) as ledger:
-            await ledger.txn([], [Put("/stop/0", b"")])
-            server.pause()
-            began = time.monotonic()
-            async with asyncio.timeout(HANG_S):  # far beyond its 1 s: the machine may be busy
-                with pytest.raises(UnknownOutcome):
-                    await ledger.txn([], [Put("/stop/1", b"")])
-            assert time.monotonic() - began > 0.8
-            # Now the endpoint is not proven any more: nothing is sent, nothing is unknown.
-            with pytest.raises(Unavailable):
-                await ledger.txn([], [Put("/stop/2", b"")])
-            with pytest.raises(Unavailable):
-                await ledger.get("/stop/0")
-            server.resume()
-            await asyncio.to_thread(server.wait_ready)
-            one, two = (await ledger.txn([], [Get("/stop/1"), Get("/stop/2")])).results
-            assert one is None or one.version == 1
-            assert two is None
+    async with EtcdLedger(server.endpoints, timeout_s=1) as ledger:
+        await ledger.txn([], [Put("/stop/0", b"")])
+        server.pause()
+        began = time.monotonic()
+        async with asyncio.timeout(HANG_S):  # far beyond its 1 s: the machine may be busy
+            with pytest.raises(UnknownOutcome):
+                await ledger.txn([], [Put("/stop/1", b"")])
+        assert time.monotonic() - began > 0.8
+        # Now the endpoint is not proven any more: nothing is sent, nothing is unknown.
+        with pytest.raises(Unavailable):
+            await ledger.txn([], [Put("/stop/2", b"")])
+        with pytest.raises(Unavailable):
+            await ledger.get("/stop/0")
+        server.resume()
+        await asyncio.to_thread(server.wait_ready)
+        one, two = (await ledger.txn([], [Get("/stop/1"), Get("/stop/2")])).results
+        assert one is None or one.version == 1
+        assert two is None
 
 
-async def test_a_watch_goes_on_over_a_restart(tmp_path: Path) -> None:
+async def test_a_watch_goes_on_over_a_restart(server: EtcdServer) -> None:
     """The server is killed under a watch and comes back: nothing is missed or repeated."""
-    with EtcdServer(tmp_path) as server:
-        async with EtcdLedger(server.endpoints) as ledger, ledger.watch("/r/", start=1) as watch:
-            await _write(ledger, "/r/", 3)
-            seen = await take(watch, 2)
-            server.kill()
-            waiting = asyncio.create_task(take(watch, 5, limit_s=20))
-            with pytest.raises(Unavailable):
-                await EtcdLedger(server.endpoints, timeout_s=0.2)
-            server.restart()
-            await _write(ledger, "/r/more", 4)
-            seen += await waiting
+    async with EtcdLedger(server.endpoints) as ledger, ledger.watch("/r/", start=1) as watch:
+        await _write(ledger, "/r/", 3)
+        seen = await take(watch, 2)
+        server.kill()
+        waiting = asyncio.create_task(take(watch, 5))
+        with pytest.raises(Unavailable):
+            await EtcdLedger(server.endpoints, timeout_s=0.2)
+        server.restart()
+        await _write(ledger, "/r/more", 4)
+        seen += await waiting
     names = [batch.events[0].key for batch in seen]
     assert names == ["/r/1", "/r/2", "/r/3", *(f"/r/more{n}" for n in range(1, 5))]
     assert [batch.revision for batch in seen] == list(range(2, 9))
+
+
+async def test_closing_does_not_wait_for_a_silent_server(server: EtcdServer) -> None:
+    """A watch that is just connecting to a stopped server ends at once when it is closed."""
+    async with EtcdLedger(server.endpoints, timeout_s=20) as ledger:
+        server.pause()
+        watch = ledger.watch("/silent", start=1)
+        waiting = asyncio.create_task(take(watch))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        await watch.aclose()
+        with pytest.raises(StopAsyncIteration):
+            async with asyncio.timeout(10):  # a call may take 20 s
+                await waiting
+    server.resume()
 
 
 async def test_a_full_server_has_no_room(tmp_path: Path) -> None:
@@ -214,7 +279,8 @@ async def test_a_full_server_has_no_room(tmp_path: Path) -> None:
     the same error; then the outcome is unknown, never "no effect".
     """
     with EtcdServer(tmp_path, args=["--quota-backend-bytes", str(2 << 20)]) as server:
-        async with EtcdLedger(server.endpoints) as ledger:
+        # 200 writes at once: on a busy machine they take longer than a call usually may.
+        async with EtcdLedger(server.endpoints, timeout_s=60) as ledger:
 
             async def write(n: int) -> str:
                 try:
@@ -233,23 +299,3 @@ async def test_a_full_server_has_no_room(tmp_path: Path) -> None:
             for n, outcome in enumerate(outcomes):
                 there = await ledger.get(f"/full/{n}") is not None
                 assert outcome == "unknown" or there == (outcome == "made"), (n, outcomes)
-
-
-async def everything(watch: Watch) -> list[Batch]:
-    """What a watch shows until it is closed."""
-    return [batch async for batch in watch]
-
-
-async def test_closing_does_not_wait_for_a_silent_server(tmp_path: Path) -> None:
-    """A watch that is just connecting to a stopped server ends at once when it is closed."""
-    with EtcdServer(tmp_path) as server:
-        async with EtcdLedger(server.endpoints, timeout_s=20) as ledger:
-            server.pause()
-            watch = ledger.watch("/silent", start=1)
-            waiting = asyncio.create_task(everything(watch))
-            done, _ = await asyncio.wait({waiting}, timeout=0.3)
-            assert not done
-            await watch.aclose()
-            async with asyncio.timeout(10):  # a call may take 20 s
-                assert await waiting == []
-        server.resume()

@@ -1,12 +1,12 @@
 """Bad files, bad places, full disks: one clear line each, and nothing damaged."""
 
 import asyncio
+import contextlib
 import os
-import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apsw
@@ -26,9 +26,11 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Put, open_sync
 from holdfast.ledger.check import check
+from holdfast.ledger.sqlite import SqliteLedger
 from holdfast.ledger.sqlite import file as ledger_file
 from holdfast.ledger.sqlite import write as ledger_write
 from patience import HANG_S
+from trainer.disks import full, small
 
 
 def _refused(path: Path) -> HoldfastError:
@@ -40,42 +42,46 @@ def _refused(path: Path) -> HoldfastError:
     return caught.value
 
 
-def test_a_text_file_is_refused_and_left_alone(tmp_path: Path) -> None:
-    """Somebody's notes are not a ledger."""
-    path = tmp_path / "notes.txt"
+def _notes(path: Path) -> None:
     path.write_bytes(b"shopping list\n" * 100)
-    before = path.read_bytes()
-    assert isinstance(_refused(path), NotALedger)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
-    """An SQLite file that is not ours stays byte for byte as it was."""
-    path = tmp_path / "theirs.db"
-    with sqlite3.connect(path) as theirs:
+def _database(path: Path) -> None:
+    with contextlib.closing(apsw.Connection(str(path))) as theirs:
         theirs.execute("CREATE TABLE t (x)")
-    theirs.close()
-    before = path.read_bytes()
-    assert isinstance(_refused(path), NotALedger)
-    assert path.read_bytes() == before
 
 
-def test_a_newer_file_is_refused_with_advice(tmp_path: Path) -> None:
-    """A file with a newer schema says: upgrade."""
-    path = tmp_path / "x.db"
+def _newer(path: Path) -> None:
     open_sync(f"sqlite:///{path}").close()
-    connection = apsw.Connection(str(path))
-    connection.pragma("user_version", ledger_file.SCHEMA + 1)
-    connection.close()
+    with contextlib.closing(apsw.Connection(str(path))) as connection:
+        connection.pragma("user_version", ledger_file.SCHEMA + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (_notes, NotALedger, "nor any SQLite file"),
+        (_database, NotALedger, "of another program"),
+        (_newer, TooNew, "upgrade"),
+        (Path.mkdir, Mistake, "is a folder"),
+    ],
+)
+def test_what_is_no_ledger_of_ours_is_refused_and_left_alone(
+    tmp_path: Path, make: Callable[[Path], None], kind: type[HoldfastError], words: str
+) -> None:
+    """Somebody's notes, another program's database, a newer Holdfast's ledger, a folder: one line
+    says what it is, and not a byte of it changes."""
+    path = tmp_path / "x.db"
+    make(path)
+    before = {one: one.is_file() and one.read_bytes() for one in tmp_path.iterdir()}
     error = _refused(path)
-    assert isinstance(error, TooNew)
-    assert "upgrade" in str(error)
+    assert isinstance(error, kind)
+    assert words in str(error)
+    assert {one: one.is_file() and one.read_bytes() for one in tmp_path.iterdir()} == before
 
 
-def test_a_folder_and_a_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     """The message says what to do."""
-    assert "is a folder" in str(_refused(tmp_path))
     with pytest.raises(Mistake, match="create it first"):
         open_sync(f"sqlite:///{tmp_path}/no/such/x.db")
 
@@ -123,13 +129,8 @@ def test_flipped_bytes_are_found(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small(tmp_path / "small", 1 << 20) as folder:
+        yield folder
 
 
 async def test_a_full_disk_loses_nothing_and_heals(small_disk: Path) -> None:
@@ -160,13 +161,8 @@ async def test_a_full_disk_is_told_as_what_it_is_when_opening(small_disk: Path) 
     url = f"sqlite:///{small_disk}/x.db"
     async with ledger.open(url) as led:
         await led.txn([], [Put("/a", b"1")])
-    ballast = small_disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            assert file.write(b"x" * 4096)
-    with pytest.raises(NoRoom, match="no room left on the disk"):
+    with full(small_disk), pytest.raises(NoRoom, match="no room left on the disk"):
         await ledger.open(url)
-    ballast.unlink()
     async with ledger.open(url) as led:
         assert await led.get("/a") is not None
 
@@ -248,30 +244,11 @@ async def test_full_sync_commits_in_groups(tmp_path: Path) -> None:
         assert len({entry.mod_revision for entry in entries}) == 300
 
 
-def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
-    """SQLite connections do not survive a fork: a clear error instead of a corrupt file."""
-    with open_sync(f"sqlite:///{tmp_path}/x.db") as led:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                led.twin._opened()  # type: ignore[attr-defined]
-            except Mistake as error:
-                os._exit(0 if "before a fork" in str(error) else 2)
-            finally:
-                os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_closed_objects_say_so(tmp_path: Path) -> None:
+async def test_closed_objects_say_so(led: SqliteLedger) -> None:
     """Using a ledger after close is a mistake with a clear message."""
-
-    async def main() -> None:
-        async with ledger.open(f"sqlite:///{tmp_path}/x.db") as led:
-            pass
-        with pytest.raises(Mistake, match="not open"):
-            await led.get("/a")
-
-    asyncio.run(main())
+    await led.close()
+    with pytest.raises(Mistake, match="not open"):
+        await led.get("/a")
 
 
 def modes(path: Path) -> dict[str, int]:

@@ -209,11 +209,7 @@ class EtcdLedger(Ledger):
             if look:
                 await asyncio.sleep(self.timeouts.etcd_second_look_s)
             frame = await self._ask_lease(
-                "/v3/lease/keepalive",
-                _lease_json(lease),
-                wire.KeepAliveFrame,
-                changes=True,
-                deadline=deadline,
+                "/v3/lease/keepalive", _lease_json(lease), wire.KeepAliveFrame, deadline=deadline
             )
             if frame is None:
                 continue
@@ -229,14 +225,13 @@ class EtcdLedger(Ledger):
         request: wire.Json,
         kind: type[T],
         *,
-        changes: bool = False,
-        fresh: bool = False,
+        reads: bool = False,
         deadline: float | None = None,
     ) -> T | None:
         """Send a harmless request about a lease; None when etcd knows no such lease."""
         try:
             return await self._client.call(
-                path, request, kind, again=True, changes=changes, fresh=fresh, deadline=deadline
+                path, request, kind, again=True, changes=not reads, fresh=reads, deadline=deadline
             )
         except wire.Fault as fault:
             if fault.verdict == "lease":
@@ -246,9 +241,7 @@ class EtcdLedger(Ledger):
     async def revoke(self, lease: int) -> None:
         """End a lease and delete its keys."""
         with contextlib.suppress(LeaseLost):
-            await self._ask_lease(
-                "/v3/lease/revoke", _lease_json(lease), wire.Answer, changes=True
-            )
+            await self._ask_lease("/v3/lease/revoke", _lease_json(lease), wire.Answer)
 
     async def lease_info(self, lease: int) -> LeaseInfo:
         """Tell how long a lease still lasts and what is bound to it."""
@@ -258,7 +251,7 @@ class EtcdLedger(Ledger):
             if look:
                 await asyncio.sleep(self.timeouts.etcd_second_look_s)
             answer = await self._ask_lease(
-                "/v3/lease/timetolive", request, wire.LeaseAnswer, fresh=True, deadline=deadline
+                "/v3/lease/timetolive", request, wire.LeaseAnswer, reads=True, deadline=deadline
             )
             if answer is not None and answer.granted > 0:
                 keys = sorted(key.decode(errors="replace") for key in answer.keys)

@@ -20,19 +20,6 @@ from holdfast.errors import (
 )
 from holdfast.ledger.etcd import wire
 
-__all__ = [
-    "Endpoint",
-    "Forbidden",
-    "Lost",
-    "Refused",
-    "client_certificate",
-    "error_of",
-    "no_tls",
-    "one_line",
-    "unknown",
-    "untrusted",
-]
-
 
 class Endpoint:
     """One server. `proven` means that it has answered since it last failed."""

@@ -18,11 +18,12 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from holdfast.errors import Compacted, Denied, HoldfastError, Mistake, Unavailable
+from holdfast.errors import Denied, HoldfastError, Mistake, Unavailable
 from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import wire
 from holdfast.ledger.etcd.http import PACE, Client
 from holdfast.ledger.etcd.trouble import Endpoint, Lost, Refused
+from holdfast.ledger.mvcc import compacted_error
 from holdfast.ledger.types import Batch, prefix_end
 from holdfast.retry import Pauses
 
@@ -152,12 +153,7 @@ class EtcdWatch(Watch):
         if answer is None:
             raise Lost("said something that is no watch frame")
         if answer.compact_revision:
-            self._final = Compacted(
-                f"revision {self._batches.first} of {self._prefix} is no longer kept (history "
-                f"begins after {answer.compact_revision}): read the range again and watch "
-                "from its revision",
-                revision=answer.compact_revision,
-            )
+            self._final = compacted_error(self._batches.first, answer.compact_revision)
             self._drop()
             return
         if answer.canceled:

@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.errors import Unavailable
 from holdfast.ledger.types import (
+    FIELDS,
     Batch,
     Compare,
     Delete,
@@ -27,34 +28,8 @@ from holdfast.ledger.types import (
     Op,
     Put,
     Relation,
-    Target,
     Txn,
 )
-
-__all__ = [
-    "Answer",
-    "Authenticated",
-    "Batches",
-    "Fault",
-    "Frames",
-    "KeyValue",
-    "LeaseAnswer",
-    "LeaseList",
-    "RangeAnswer",
-    "TxnAnswer",
-    "Verdict",
-    "WatchAnswer",
-    "WatchFrame",
-    "compare_json",
-    "decode",
-    "encode",
-    "entry",
-    "fault_of",
-    "range_json",
-    "txn_json",
-    "txn_of",
-    "watch_json",
-]
 
 Json = dict[str, object]
 T = TypeVar("T")
@@ -62,13 +37,6 @@ T = TypeVar("T")
 INT64_MAX = (1 << 63) - 1
 FRAME_BYTES_MAX = 64 << 20
 
-_TARGETS: dict[Target, tuple[str, str]] = {
-    "create": ("CREATE", "create_revision"),
-    "mod": ("MOD", "mod_revision"),
-    "version": ("VERSION", "version"),
-    "lease": ("LEASE", "lease"),
-    "value": ("VALUE", "value"),
-}
 _RELATIONS: dict[Relation, str] = {
     "==": "EQUAL",
     "!=": "NOT_EQUAL",
@@ -103,10 +71,9 @@ class KeyValue(msgspec.Struct, frozen=True):
     lease: int = 0
 
 
-class RangeAnswer(msgspec.Struct, frozen=True):
+class RangeAnswer(Answer, frozen=True):
     """The answer to a range, alone or inside a transaction."""
 
-    header: Header = Header()
     kvs: tuple[KeyValue, ...] = ()
     more: bool = False
 
@@ -124,10 +91,9 @@ class OpAnswer(msgspec.Struct, frozen=True):
     response_delete_range: DeleteAnswer | None = None
 
 
-class TxnAnswer(msgspec.Struct, frozen=True):
+class TxnAnswer(Answer, frozen=True):
     """The answer to a transaction."""
 
-    header: Header = Header()
     succeeded: bool = False
     responses: tuple[OpAnswer, ...] = ()
 
@@ -168,10 +134,9 @@ class WatchEvent(msgspec.Struct, frozen=True):
     prev_kv: KeyValue | None = None
 
 
-class WatchAnswer(msgspec.Struct, frozen=True):
+class WatchAnswer(Answer, frozen=True):
     """One message of a watch. `fragment` says that the next one belongs to it."""
 
-    header: Header = Header()
     created: bool = False
     canceled: bool = False
     compact_revision: int = 0
@@ -234,15 +199,14 @@ def range_json(key: bytes, end: bytes = b"", *, limit: int = 0, revision: int = 
 
 def compare_json(compare: Compare) -> Json:
     """One condition. Numbers beyond 64 bits are cut: no real one is ever that far."""
-    target, field = _TARGETS[compare.target]
     operand: object = compare.operand
     if isinstance(compare.operand, int):
         operand = str(max(-INT64_MAX, min(int(compare.operand), INT64_MAX)))
     return {
         "key": compare.key.encode(),
-        "target": target,
+        "target": compare.target.upper(),
         "result": _RELATIONS[compare.relation],
-        field: operand,
+        FIELDS[compare.target]: operand,
     }
 
 

@@ -48,23 +48,18 @@ class SqliteLedger(Ledger):
     def __init__(
         self, path: Path, *, full_sync: bool = False, timeouts: Timeouts = DEFAULTS
     ) -> None:
-        self._path = path.absolute()  # the process may change its folder
+        self.path = path.absolute()  # the process may change its folder
         self._full_sync = full_sync
         self.timeouts = timeouts
         self._engine: Engine | None = None
         self._pid = 0
-
-    @property
-    def path(self) -> Path:
-        """Where the file is."""
-        return self._path
 
     async def start(self) -> None:
         """Open the file, making it if it is new."""
         if self._engine is not None:
             return
         self.timeouts.check()
-        self._engine = Engine(self._path, full_sync=self._full_sync, timeouts=self.timeouts)
+        self._engine = Engine(self.path, full_sync=self._full_sync, timeouts=self.timeouts)
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -254,7 +249,7 @@ class SqliteLedger(Ledger):
         bell = self._bells.get(prefix)
         if bell is None:
             try:
-                bell = self._bells[prefix] = Bell(bell_folder(self._path), prefix)
+                bell = self._bells[prefix] = Bell(bell_folder(self.path), prefix)
             except OSError as error:
                 raise Unavailable(f"no further watch can be opened here: {error}") from error
         bell.listeners.add(event)

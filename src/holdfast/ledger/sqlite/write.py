@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import apsw
+import msgspec
 
 from holdfast.errors import Mistake
 from holdfast.ledger.mvcc import lease_lost
@@ -21,6 +22,7 @@ from holdfast.ledger.types import (
     Put,
     Txn,
     holds,
+    written,
 )
 
 __all__ = ["ENTRY", "SHIFT", "Write", "number"]
@@ -94,19 +96,9 @@ class Write:
         return Txn(succeeded, self.revision, tuple(results))
 
     def _put(self, op: Put, previous: Entry | None) -> Entry:
-        revision = self.revision + 1
-        entry = Entry(
-            op.key,
-            op.value,
-            previous.create_revision if previous else revision,
-            revision,
-            previous.version + 1 if previous else 1,
-            op.lease,
-        )
-        self._run(
-            "INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?)",
-            (op.key, op.value, entry.create_revision, revision, entry.version, op.lease),
-        )
+        entry = written(op, previous, self.revision + 1)
+        columns = msgspec.structs.astuple(entry)
+        self._run("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?)", columns)
         return entry
 
     def _record(self, changes: Sequence[Event]) -> None:
