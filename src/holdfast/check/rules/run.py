@@ -43,10 +43,9 @@ def _differences(one: dict[str, object], other: dict[str, object]) -> str:
 @rule("run.commits", 7, "a step is committed in the same words every time")
 def committed(history: History) -> Result:
     """Compare all commits of a step with the first."""
-    result, first = Result(), commits(history)
-    for one in history.of(StepCommitted):
+    result = Result()
+    for other, one in history.beside_first(StepCommitted, lambda it: it.step):
         result.checked += 1
-        other = first[one.event.step]
         if odd := _differences(_facts(other.event), _facts(one.event)):
             result.find(f"committed again with another {odd}", other, one, step=one.event.step)
     return result
@@ -56,11 +55,9 @@ def committed(history: History) -> Result:
 def trained(history: History) -> Result:
     """Compare all that is told of a step."""
     result, told = Result(), commits(history)
-    first: dict[int, Entry[StepTrained]] = {}
-    for one in history.of(StepTrained):
+    for other, one in history.beside_first(StepTrained, lambda it: it.step):
         result.checked += 1
         event, step = one.event, one.event.step
-        other = first.setdefault(step, one)
         odd = _differences(_facts(other.event, ["content"]), _facts(event, ["content"]))
         if odd:
             result.find(f"trained again with another {odd}", other, one, step=step)

@@ -10,7 +10,7 @@ a commit is told before anything of it is submitted. What a death may swallow:
 
 from collections import Counter, defaultdict
 
-from holdfast.check.history import SLACK_S, Entry, History, Life, grouped
+from holdfast.check.history import SLACK_S, Entry, History, Life
 from holdfast.check.schema import (
     GroupDropped,
     RolloutLoaded,
@@ -28,10 +28,7 @@ __all__ = ["RULES", "commits"]
 
 def commits(history: History) -> dict[int, Entry[StepCommitted]]:
     """The first commit of every step; that all of them are the same is a rule of its own."""
-    found: dict[int, Entry[StepCommitted]] = {}
-    for one in history.of(StepCommitted):
-        found.setdefault(one.event.step, one)
-    return found
+    return history.first(StepCommitted, lambda it: it.step)
 
 
 def _made(history: History) -> dict[str, list[Entry[RolloutMade]]]:
@@ -140,7 +137,7 @@ def whole(history: History) -> Result:
 def acknowledged(history: History) -> Result:
     """Look at every acknowledgement."""
     result, first = Result(), commits(history)
-    trained = grouped(history.of(StepTrained), [one.event.step for one in history.of(StepTrained)])
+    trained = history.by(StepTrained, lambda it: it.step)
     own = {(one.life, one.event.step) for one in history.of(StepCommitted)}
     applied: dict[int, float] = {}
     for one in history.of(TrainerApplied):

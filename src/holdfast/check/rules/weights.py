@@ -18,7 +18,7 @@ from holdfast.check.schema import (
     StepTrained,
     TrainerApplied,
 )
-from holdfast.check.verdict import Result, rule
+from holdfast.check.verdict import Result, rule, unseen
 
 __all__ = ["RULES"]
 
@@ -29,10 +29,8 @@ def published(history: History) -> Result:
     result = Result()
     if lost := history.lost(TrainerApplied):
         return Result(unchecked=f"{lost} events were lost")
-    first: dict[int, Entry[TrainerApplied]] = {}
-    for one in history.of(TrainerApplied):
-        if one.event.number not in first or one.event.at < first[one.event.number].event.at:
-            first[one.event.number] = one
+    applied = history.by(TrainerApplied, lambda it: it.number)
+    first = {number: min(all, key=lambda one: one.event.at) for number, all in applied.items()}
     newest = max(first, default=-1)
     for load in history.of(RolloutLoaded):
         result.checked += 1
@@ -114,13 +112,11 @@ def version(history: History) -> Result:
     return result
 
 
-@rule("weights.kept", 6, "no version is deleted while a replica may load it")
-def kept(_: History) -> Result:
-    """Say why this cannot be seen here."""
-    return Result(
-        unchecked="weights.swept does not say of which channel, so checkpoints and versions "
-        "cannot be told apart"
+kept = rule("weights.kept", 6, "no version is deleted while a replica may load it")(
+    unseen(
+        "weights.swept does not say of which channel, so checkpoints and versions cannot be "
+        "told apart"
     )
-
+)
 
 RULES = (published, content, served, version, kept)
