@@ -1,6 +1,5 @@
 """What people see in a terminal, and in a file."""
 
-import asyncio
 import io
 import os
 import pty
@@ -14,7 +13,7 @@ from rich.console import Console
 from holdfast.views.drawing import draw, sparkline
 from holdfast.views.picture import Picture
 from holdfast.views.tail import look
-from holdfast.views.terminal import Viewer, watch
+from holdfast.views.terminal import Viewer
 from patience import HANG_S
 
 from .logs import House, storm, told
@@ -149,16 +148,6 @@ def test_a_reader_that_goes_away_hurts_nobody(tmp_path: Path) -> None:
     viewer.stop()
     with pytest.raises(BrokenPipeError):
         out.close()
-
-
-async def test_watch_ends_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`watch` shows everything that was written before it was stopped."""
-    storm(tmp_path)
-    stop = asyncio.Event()
-    stop.set()
-    async with asyncio.timeout(HANG_S):
-        await watch(tmp_path, plain=True, stop=stop)
-    assert "finished after step 30" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@
 import http.client
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -94,14 +91,6 @@ def test_other_names_are_refused(web: Web, host: str, allowed: bool) -> None:
         answer, body = get(web, path, Host=host.format(port=web.port))
         assert answer.status == (200 if allowed else 421)
         assert allowed or b"holdfast_" not in body
-
-
-def test_a_given_name_is_allowed(tmp_path: Path) -> None:
-    """Behind a name of one's own the page works when the name was given."""
-    web = Web(tmp_path, names=["Run.Example"])
-    assert web.allows("run.example:80")
-    assert not web.allows("other.example")
-    web.stop()
 
 
 def test_loopback_is_the_default(web: Web) -> None:
@@ -220,23 +209,3 @@ def test_the_style_and_script_are_those_of_the_policy() -> None:
         assert found is not None
         digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
         assert f"{rule} 'sha256-{digest}'" in policy(live=True)
-
-
-def test_as_a_process_of_its_own(tmp_path: Path) -> None:
-    """It prints one line with its address, serves, and ends with 0 on SIGTERM."""
-    storm(tmp_path)
-    command = [sys.executable, "-m", "holdfast.views.process", str(tmp_path), "--web"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            port = int(url.rpartition(":")[2].strip("/"))
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-            connection.request("GET", "/")
-            assert connection.getresponse().status == 200
-            connection.close()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT_S) == 0
-            assert process.stdout.read() == ""
-        finally:
-            process.kill()

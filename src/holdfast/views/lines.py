@@ -6,18 +6,9 @@ A death and the start that follows it within a second are one line. Pure.
 from typing import Any
 
 from holdfast.events import Event, Unknown
-from holdfast.jobs.host import Ended as JobEnded
-from holdfast.jobs.host import Started
-from holdfast.rollout.happenings import Spoilt
-from holdfast.run.happenings import (
-    Begun,
-    Dropped,
-    Ended,
-    Evaluated,
-    PartDied,
-    PartStarted,
-    Trained,
-)
+from holdfast.jobs import host as jobs
+from holdfast.rollout import happenings as rollout
+from holdfast.run import happenings as run
 from holdfast.text import clean
 from holdfast.views.members import signal_name
 from holdfast.views.picture import Picture
@@ -49,23 +40,23 @@ class Lines:
 
     def _of(self, event: Event, picture: Picture) -> list[str]:
         match event:
-            case Begun():
+            case run.Begun():
                 again = f", goes on after step {picture.step}" if event.resumed else ""
                 return [f"run {event.run}: {event.steps} steps, seed {event.seed}{again}"]
-            case Ended():
+            case run.Ended():
                 return closing(picture)
-            case Trained():
+            case run.Trained():
                 return [_step(event, picture.steps)]
-            case Evaluated():
+            case run.Evaluated():
                 return [_eval(event)]
-            case PartDied():
+            case run.PartDied():
                 self._deaths[event.part] = (event.at, f"died ({signal_name(event.code)})")
                 return []
-            case PartStarted():
+            case run.PartStarted():
                 return self._restarted(event, picture)
         return _other(event)
 
-    def _restarted(self, part: PartStarted, picture: Picture) -> list[str]:
+    def _restarted(self, part: run.PartStarted, picture: Picture) -> list[str]:
         """A restart; not of those that went with the supervisor: that it goes on says it all."""
         _, death = self._deaths.pop(part.part, (0.0, ""))
         member = picture.members.known.get(part.part)
@@ -88,7 +79,7 @@ def closing(picture: Picture) -> list[str]:
     return lines
 
 
-def _step(step: Trained, steps: int) -> str:
+def _step(step: run.Trained, steps: int) -> str:
     width = len(str(steps))
     return (
         f"step  {step.step:>{width}}/{steps}  reward {step.reward:.2f}  exact {step.exact:.2f}  "
@@ -96,7 +87,7 @@ def _step(step: Trained, steps: int) -> str:
     )
 
 
-def _eval(held: Evaluated) -> str:
+def _eval(held: run.Evaluated) -> str:
     return (
         f"eval  {held.step:>3}  exact {held.exact:.2f}  reward {held.reward:.2f}  "
         f"({held.prompts} held-out prompts)"
@@ -105,13 +96,13 @@ def _eval(held: Evaluated) -> str:
 
 def _other(event: Event) -> list[str]:
     match event:
-        case Started():
+        case jobs.Started():
             return [f"trainer {event.job} serves as epoch {event.epoch}"]
-        case JobEnded():
+        case jobs.Ended():
             return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
-        case Dropped():
+        case run.Dropped():
             return [f"step {event.step} does without group {event.group}: {event.reason}"]
-        case Spoilt():
+        case rollout.Spoilt():
             return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
     kind = kind_of(event)
     if kind in ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck"):
