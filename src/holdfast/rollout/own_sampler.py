@@ -32,11 +32,9 @@ class OwnSampler(ThreadSampler):
 
     exact = True
 
-    def __init__(
-        self, directory: Path, *, lora_rank: int = 0, device: str = "cpu", threads: int = 1
-    ) -> None:
-        settle(threads)
-        self._base = load_base("policy", directory, device=device)
+    def __init__(self, directory: Path, *, lora_rank: int = 0) -> None:
+        settle(1)
+        self._base = load_base("policy", directory)
         super().__init__(self._base.tokenizer)
         self._lora = Lora(rank=lora_rank) if lora_rank else None
         self._versions: OrderedDict[int, Tenant] = OrderedDict()

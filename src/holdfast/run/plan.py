@@ -8,7 +8,7 @@ So whoever takes over, wherever its predecessor was, sends the same operations u
 numbers, and asks for the same samples.
 """
 
-import msgspec
+from typing import NamedTuple
 
 from holdfast.engine.noise import seed_of
 from holdfast.rollout.asks import Ask
@@ -19,7 +19,7 @@ __all__ += ["version_for"]
 FIRST_PUBLISH = 1
 
 
-class Numbers(msgspec.Struct, frozen=True):
+class Numbers(NamedTuple):
     """The numbers of a step's operations."""
 
     forward_backward: int
