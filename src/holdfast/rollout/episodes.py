@@ -19,12 +19,11 @@ from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Task
 
-__all__ = ["Ended", "Episode", "Said", "Say", "Speak", "play"]
+__all__ = ["Ended", "Episode", "Said", "Say", "play"]
 
 Ended = Literal["stop", "length"]
 Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]
 """The tokens of one sample, their log probabilities, and why it ended."""
-Speak = Callable[[Sequence[int], int, int], list[Said]]
 Say = Callable[[Sequence[int], int, int], Awaitable[list[Said]]]
 """(tokens so far, how many samples, seed) -> the samples"""
 
@@ -98,10 +97,7 @@ async def play(
     seed: int,
     begin: Sequence[int] = (),
 ) -> list[Episode]:
-    """Play `count` episodes of a task. `begin`: tokens before the prompt, if the model wants some.
-
-    `say` is a `Speak` that the caller can await: it runs wherever the caller wants it to.
-    """
+    """Play `count` episodes of a task. `begin`: what the model wants before the prompt."""
 
     async def ask(tokens: Sequence[int], samples: int, its_seed: int) -> list[Said]:
         said = await say(tokens, samples, its_seed)

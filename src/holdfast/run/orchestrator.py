@@ -250,16 +250,7 @@ class Orchestrator:
         return await self._learn(await self._data(batch, record), numbers)
 
     def _ask(self, step: int, group: int, *, repair: bool = False) -> Ask:
-        rollout = self._config.rollout
-        return plan.train_ask(
-            self._config.seed,
-            step,
-            group,
-            lag=rollout.lag,
-            count=rollout.samples,
-            temperature=rollout.temperature,
-            repair=repair,
-        )
+        return plan.train_ask(self._config, step, group, repair=repair)
 
     async def _learn(
         self, data: list[dict[str, Any]], numbers: plan.Numbers
@@ -333,8 +324,8 @@ class Orchestrator:
         )
         done, _ = await self._steps.once(self._steps.keys.evaluated(step), mine)
         self._metrics.evaluation(step, done)
-        earned = {"exact": done.exact, "reward": done.reward}
-        events.emit(Evaluated(step=step, version=step, **earned, prompts=done.prompts))
+        facts: Any = {name: getattr(done, name) for name in ("exact", "reward", "prompts")}
+        events.emit(Evaluated(step=step, version=step, **facts))
 
     async def _end(self) -> None:
         """Save everything under a name, and say that it is done."""

@@ -91,11 +91,6 @@ class Pool:
             self._changed.clear()
             await self._changed.wait()
 
-    def _give_back(self, replica: _Replica, *, failed: bool) -> None:
-        replica.busy -= 1
-        replica.failures = replica.failures + 1 if failed else 0
-        self._changed.set()
-
     # ---- asking ----------------------------------------------------------------
 
     async def make(self, ask: Ask) -> Answer:
@@ -133,13 +128,15 @@ class Pool:
         return None
 
     async def _ask(self, replica: _Replica, ask: Ask) -> Answer:
-        failed = True
+        failures = replica.failures + 1
         try:
             answer = await self._post(replica, ask)
-            failed = False
+            failures = 0
             return answer
         finally:
-            self._give_back(replica, failed=failed)
+            replica.busy -= 1
+            replica.failures = failures
+            self._changed.set()
 
     async def _post(self, replica: _Replica, ask: Ask) -> Answer:
         try:

@@ -12,6 +12,8 @@ from holdfast.views.picture import Picture
 
 __all__ = ["prometheus", "snapshot", "summary"]
 
+_PLAIN = ("serial", "run", "seed", "how", "content", "began", "ended", "now", "resumes")
+_PLAIN += ("step", "steps")
 _POINTS = 400
 _VERSIONS = 40
 
@@ -20,17 +22,7 @@ def snapshot(picture: Picture, *, log_after: int | None = 0) -> dict[str, Any]:
     """Everything that the page draws; of the log only what is new, or nothing (None)."""
     faults = picture.faults
     return {
-        "serial": picture.serial,
-        "run": picture.run,
-        "seed": picture.seed,
-        "how": picture.how,
-        "content": picture.content,
-        "began": picture.began,
-        "ended": picture.ended,
-        "now": picture.now,
-        "resumes": picture.resumes,
-        "step": picture.step,
-        "steps": picture.steps,
+        **{name: getattr(picture, name) for name in _PLAIN},
         "pace_s": faults.pace_s(),
         "train": _thin(picture.train.points()),
         "evals": _thin(picture.evals.points()),

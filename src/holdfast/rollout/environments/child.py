@@ -11,10 +11,16 @@ from typing import BinaryIO
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.rollout.environments.asking import answer, blame
 from holdfast.rollout.environments.base import Environment, limits_of
 from holdfast.rollout.environments.loading import load_environment
-from holdfast.rollout.environments.wire import MAX_LINE_BYTES, Answer, AskLoad, Question
+from holdfast.rollout.environments.wire import (
+    MAX_LINE_BYTES,
+    Answer,
+    AskLoad,
+    Question,
+    answer,
+    blame,
+)
 
 
 def main() -> None:
