@@ -38,9 +38,11 @@ class Metrics:
         draft.write_bytes(msgspec.json.Encoder().encode_lines(lines))
         draft.replace(self._path)
 
-    def step(self, step: int, record: StepRecord, done: StepDone) -> None:
-        """A step is done."""
-        self._add(metrics_line(step, record, done))
+    def step(self, step: int, record: StepRecord, done: StepDone) -> dict[str, Any]:
+        """A step is done; returns its line."""
+        line = metrics_line(step, record, done)
+        self._add(line)
+        return line
 
     def evaluation(self, step: int, done: EvalDone) -> None:
         """A version was evaluated."""

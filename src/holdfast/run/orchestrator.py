@@ -33,15 +33,7 @@ from holdfast.run.config import Config
 from holdfast.run.happenings import Acknowledged, Committed, Dropped, Evaluated, Repaired, Trained
 from holdfast.run.metrics import Metrics
 from holdfast.run.pool import Pool
-from holdfast.run.records import (
-    Drop,
-    EvalDone,
-    ModelRecord,
-    RunDone,
-    StepDone,
-    StepRecord,
-    metrics_line,
-)
+from holdfast.run.records import Drop, EvalDone, ModelRecord, RunDone, StepDone, StepRecord
 from holdfast.run.steps import Steps
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Batch, Queue, Sample
@@ -298,8 +290,7 @@ class Orchestrator:
 
     async def _tell(self, step: int, record: StepRecord, done: StepDone) -> None:
         now = time.monotonic()
-        self._metrics.step(step, record, done)
-        facts = metrics_line(step, record, done)
+        facts = self._metrics.step(step, record, done)
         del facts["dropped"]
         events.emit(Trained(**facts, seconds=round(now - self._last, 3)))
         self._last = now

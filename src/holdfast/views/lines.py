@@ -6,8 +6,6 @@ A death and the start that follows it within a second are one line. Pure.
 from typing import Any
 
 from holdfast.events import Event, Unknown
-from holdfast.jobs import host as jobs
-from holdfast.rollout import happenings as rollout
 from holdfast.run import happenings as run
 from holdfast.text import clean
 from holdfast.views.members import signal_name
@@ -17,6 +15,7 @@ from holdfast.views.told import kind_of, text_of
 
 __all__ = ["Lines", "closing"]
 
+_AS_THEY_ARE = ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck")
 _TOGETHER_S = 1.0
 """What comes within so long of a death is told with it: how lines are written, no setting."""
 
@@ -54,7 +53,10 @@ class Lines:
                 return []
             case run.PartStarted():
                 return self._restarted(event, picture)
-        return _other(event)
+        kind = kind_of(event)
+        if kind in _AS_THEY_ARE:
+            return [f"{event.process}: {kind}  {text_of(event)}"]
+        return [] if isinstance(event, Unknown) else _other(kind, event)
 
     def _restarted(self, part: run.PartStarted, picture: Picture) -> list[str]:
         """A restart; not of those that went with the supervisor: that it goes on says it all."""
@@ -94,25 +96,17 @@ def _eval(held: run.Evaluated) -> str:
     )
 
 
-def _other(event: Event) -> list[str]:
-    match event:
-        case jobs.Started():
-            return [f"trainer {event.job} serves as epoch {event.epoch}"]
-        case jobs.Ended():
-            return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
-        case run.Dropped():
-            return [f"step {event.step} does without group {event.group}: {event.reason}"]
-        case rollout.Spoilt():
-            return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
-    kind = kind_of(event)
-    if kind in ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck"):
-        return [f"{event.process}: {kind}  {text_of(event)}"]
-    return [] if isinstance(event, Unknown) else _rare(kind, event)
-
-
-def _rare(kind: str, event: Any) -> list[str]:
-    """Of events whose classes take long to import; `event` is of the class of its kind."""
+def _other(kind: str, event: Any) -> list[str]:
+    """Of events whose classes may take long to import; `event` is of the class of its kind."""
     match kind:
+        case "job.started":
+            return [f"trainer {event.job} serves as epoch {event.epoch}"]
+        case "job.ended":
+            return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
+        case "group.dropped":
+            return [f"step {event.step} does without group {event.group}: {event.reason}"]
+        case "rollout.spoilt":
+            return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
         case "chaos.struck":
             where = f" at {event.point}" if event.point else ""
             return [f"chaos: {event.action} {event.target} in step {event.step}{where}"]

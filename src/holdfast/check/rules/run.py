@@ -7,6 +7,7 @@ anew by every orchestrator that begins and by the one that ends the run.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -143,10 +144,8 @@ def _compare(
 def end(history: History) -> Result:
     """Compare `run.ended` with what is known of the last version."""
     result = Result(unchecked="the run is not finished")
-    known: dict[str, Entry[RolloutLoaded] | Entry[StepTrained]] = {}
-    told: list[Entry[RolloutLoaded] | Entry[StepTrained]]
-    told = [*history.of(RolloutLoaded), *history.of(StepTrained)]
-    for entry in told:
+    known: dict[str, Entry[Any]] = {}
+    for entry in (*history.of(RolloutLoaded), *history.of(StepTrained)):
         if entry.event.version == history.steps:
             known.setdefault(entry.event.content, entry)
     for one in history.of(RunEnded):

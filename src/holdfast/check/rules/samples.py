@@ -139,10 +139,8 @@ def acknowledged(history: History) -> Result:
     result, first = Result(), commits(history)
     trained = history.by(StepTrained, lambda it: it.step)
     own = {(one.life, one.event.step) for one in history.of(StepCommitted)}
-    applied: dict[int, float] = {}
-    for one in history.of(TrainerApplied):
-        number = one.event.number
-        applied[number] = min(applied.get(number, one.event.at), one.event.at)
+    numbers = history.by(TrainerApplied, lambda it: it.number)
+    applied = {number: min(one.event.at for one in all) for number, all in numbers.items()}
     for ack in history.of(StepAcknowledged):
         result.checked += 1
         step, commit = ack.event.step, first.get(ack.event.step)
@@ -175,8 +173,8 @@ def complete(history: History) -> Result:
     trained = {one.event.step for one in history.of(StepTrained)}
     consumed = {one.event.step for one in history.of(StepAcknowledged)}
     last: dict[Life, int] = {}
-    for commit in history.of(StepCommitted):
-        last[commit.life] = max(last.get(commit.life, 0), commit.event.step)
+    for commit in sorted(history.of(StepCommitted), key=lambda one: one.event.step):
+        last[commit.life] = commit.event.step
     applied = {one.event.number for one in history.of(TrainerApplied)}
     for step in range(1, upto + 1):
         result.checked += 1

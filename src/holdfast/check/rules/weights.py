@@ -9,6 +9,7 @@ which channel, and checkpoints are versions too.
 """
 
 from collections import Counter, defaultdict
+from typing import Any
 
 from holdfast.check.history import SLACK_S, Entry, History, Life
 from holdfast.check.schema import (
@@ -51,17 +52,11 @@ def published(history: History) -> Result:
 def content(history: History) -> Result:
     """Compare the hashes of every version."""
     result = Result()
-    said: dict[int, list[tuple[str, Entry[RolloutLoaded] | Entry[StepTrained]]]]
-    said = defaultdict(list)
-    for trained in history.of(StepTrained):
-        said[trained.event.version].append((trained.event.content, trained))
-    for load in history.of(RolloutLoaded):
-        said[load.event.version].append((load.event.content, load))
-    for version, all in sorted(said.items()):
-        result.checked += len(all)
-        seen: dict[str, Entry[RolloutLoaded] | Entry[StepTrained]] = {}
-        for one, entry in all:
-            seen.setdefault(one, entry)
+    said: dict[int, dict[str, Entry[Any]]] = defaultdict(dict)
+    for one in (*history.of(StepTrained), *history.of(RolloutLoaded)):
+        result.checked += 1
+        said[one.event.version].setdefault(one.event.content, one)
+    for version, seen in sorted(said.items()):
         if len(seen) > 1:
             says = f"version {version} has {len(seen)} contents: {', '.join(seen)}"
             result.find(says, *seen.values(), step=version)
