@@ -28,7 +28,8 @@ def _dr_grpo(rewards: Floats) -> Floats:
 
 
 def _grpo(rewards: Floats) -> Floats:
-    return _dr_grpo(rewards) / (rewards.std() + _EPS)
+    scaled: Floats = _dr_grpo(rewards) / (rewards.std() + _EPS)
+    return scaled
 
 
 def _rloo(rewards: Floats) -> Floats:

@@ -12,8 +12,8 @@ from holdfast.views.picture import Picture
 
 __all__ = ["prometheus", "snapshot", "summary"]
 
-_PLAIN = ("serial", "run", "seed", "how", "content", "began", "ended", "now", "resumes")
-_PLAIN += ("step", "steps")
+_PLAIN = ["serial", "run", "seed", "how", "content", "began", "ended", "now", "resumes"]
+_PLAIN += ["step", "steps"]
 _POINTS = 400
 _VERSIONS = 40
 

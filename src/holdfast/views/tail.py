@@ -3,7 +3,7 @@
 Events come in the order of their time, as well as it can be had: what was written while the
 files were being read waits for the next look, so that nobody's later event overtakes an
 earlier one of another file. A torn last line waits for its rest, or for the writer that
-cuts it off; a line that is no event is counted and left out. A file is known by its inode: when
+cuts it off; a line that is no event is left out. A file is known by its inode: when
 its writer gives it a number and goes on in a new one (`x.jsonl.1`, `x.jsonl`), both are read to
 the end. Links are not followed. Nothing is ever written.
 """
@@ -50,8 +50,6 @@ class Tail:
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         known()  # here: the thread that reads should not be the one that imports
         self.folder = folder
-        self.strange = 0
-        """Lines that were no events."""
         self._now = now
         self._files: dict[tuple[int, int], _File] = {}
         """By device and inode."""
@@ -121,11 +119,8 @@ class Tail:
             whole = len(data)  # no event is that long
         file.offset += whole
         file.state = (about.st_ino,) if more else state
-        for line in data[:whole].splitlines():
-            if (event := parse(line)) is not None:
-                into.append(event)
-            elif line:
-                self.strange += 1
+        events = map(parse, data[:whole].splitlines())
+        into += [event for event in events if event is not None]
         return more
 
 

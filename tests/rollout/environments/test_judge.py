@@ -326,9 +326,9 @@ async def test_in_this_process() -> None:
     (score,) = await judge.scores(task, [([task.answer], list(task.answer))])
     assert score == Score(1.0, True, (1.0, 1.0, 1.0))
     assert await judge.reply(task, ["x"]) is None
-    unasked: Any = "a seed"
+    nothing: Any = [5]
     with pytest.raises(Spoilt, match="TypeError"):
-        await judge.scores(unasked, [([5], [5])])
+        await judge.scores(task, [(nothing, nothing)])
     await judge.close()
     assert not issubclass(Spoilt, Retriable)
     with pytest.raises(NotFound):

@@ -9,6 +9,7 @@ step of an earlier term without `trainer.checkpointed`: once per term that has e
 
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 from holdfast.check.history import Entry, History
 from holdfast.check.rules.operations import by_number, term_of
@@ -40,9 +41,9 @@ class _Line:
         answers = history.by(TrainerAnswered, lambda it: it.line).get(name, [])
         self.answered = {one.event.number for one in answers}
         self.failed = {one.event.number for one in answers if one.event.failed}
-        for one in (*history.of(TrainerQuarantined), *history.of(TrainerSkipped)):
-            if one.event.line == name:
-                self.failed.add(one.event.number)
+        tombs: list[Entry[Any]]
+        tombs = [*history.of(TrainerQuarantined), *history.of(TrainerSkipped)]
+        self.failed |= {one.event.number for one in tombs if one.event.line == name}
         self.excused: set[int] = set()
 
     def passes(self, number: int, term: int) -> bool:

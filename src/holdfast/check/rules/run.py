@@ -145,7 +145,8 @@ def end(history: History) -> Result:
     """Compare `run.ended` with what is known of the last version."""
     result = Result(unchecked="the run is not finished")
     known: dict[str, Entry[Any]] = {}
-    for entry in (*history.of(RolloutLoaded), *history.of(StepTrained)):
+    told: list[Entry[Any]] = [*history.of(RolloutLoaded), *history.of(StepTrained)]
+    for entry in told:
         if entry.event.version == history.steps:
             known.setdefault(entry.event.content, entry)
     for one in history.of(RunEnded):

@@ -53,7 +53,8 @@ def content(history: History) -> Result:
     """Compare the hashes of every version."""
     result = Result()
     said: dict[int, dict[str, Entry[Any]]] = defaultdict(dict)
-    for one in (*history.of(StepTrained), *history.of(RolloutLoaded)):
+    told: list[Entry[Any]] = [*history.of(StepTrained), *history.of(RolloutLoaded)]
+    for one in told:
         result.checked += 1
         said[one.event.version].setdefault(one.event.content, one)
     for version, seen in sorted(said.items()):
