@@ -1,15 +1,13 @@
 """Following files: new ones, growing ones, torn ones, in the order of time."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
 from holdfast.events import Event
-from holdfast.views.tail import Live, Tail
+from holdfast.views.tail import Tail
 from holdfast.views.told import kind_of
-from patience import HANG_S
 
 from .logs import House, picture_of
 
@@ -115,21 +113,3 @@ def test_a_silent_rank_is_a_member(tmp_path: Path) -> None:
     for event in tail.look(everything=True):
         picture.take(event)
     assert picture.members.known["trainer rank 7"].lives[0].how == "stopped"
-
-
-def test_live_follows_and_reads_the_rest(tmp_path: Path) -> None:
-    """A live picture wakes who waits for it, and at the end has everything."""
-    house = House(tmp_path)
-    live = Live(tmp_path)
-    live.start()
-    try:
-        house.begin()
-        house.at = 1.0
-        house.train()
-        assert live.wait(0, HANG_S)
-    finally:
-        house.train()
-        live.stop()
-    assert live.picture.step == 2
-    assert live.stopped
-    assert not any(thread.name == "views.tail" for thread in threading.enumerate())
