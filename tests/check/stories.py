@@ -61,10 +61,9 @@ class Logs:
 
     def remove(self, *events: Event) -> None:
         """Take events out."""
-        for file in self.files:
-            self.files[file] = [
-                one for one in self.files[file] if not any(one is it for it in events)
-            ]
+        gone = set(map(id, events))
+        for all in self.files.values():
+            all[:] = [one for one in all if id(one) not in gone]
 
     def after(self, event: Event, /, **fields: Any) -> Event:
         """Put a copy of an event, with other values, right behind it."""
@@ -81,12 +80,12 @@ class Logs:
         for name, events in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            pid = seq = 0
-            with path.open("w") as file:
-                for event in events:
-                    seq = seq + 1 if event["pid"] == pid else 1
-                    pid = event["pid"]
-                    file.write(json.dumps({**event, "seq": seq}, separators=(",", ":")) + "\n")
+            pid, seq, lines = 0, 0, []
+            for event in events:
+                seq = seq + 1 if event["pid"] == pid else 1
+                pid = event["pid"]
+                lines.append(json.dumps({**event, "seq": seq}, separators=(",", ":")) + "\n")
+            path.write_text("".join(lines))
         text = "".join(json.dumps(line) + "\n" for line in self.metrics)
         (folder / "metrics.jsonl").write_text(text)
         return folder
@@ -108,16 +107,8 @@ class Logs:
         )
         if kind == "publish_weights":
             self.say(file, "weights.published", version=(number - 1) // 3, bytes=1, seconds=0.1)
-        self.say(
-            file,
-            "trainer.applied",
-            line=LINE,
-            number=number,
-            kind=kind,
-            identity=f"id{number}",
-            term=term,
-            again=again,
-        )
+        which = {"line": LINE, "number": number, "kind": kind, "identity": f"id{number}"}
+        self.say(file, "trainer.applied", **which, term=term, again=again)
         if answers and not again:
             self.answers(file, number)
 
@@ -132,60 +123,47 @@ class Logs:
         file = f"events/{replica}.jsonl"
         if (life := (file, self.pids.get(file, 0), version)) in self.loaded:
             return
-        self.say(
-            file, "rollout.loaded", replica=replica, version=version, content=f"content{version}"
-        )
+        what = {"version": version, "content": f"content{version}"}
+        self.say(file, "rollout.loaded", replica=replica, **what)
         self.loaded |= {life, (file, self.pids[file], version)}
 
     def makes(self, step: int, group: int, *, purpose: str = "train") -> None:
         replica = f"replica-{group % 2}"
         version = step if purpose == "eval" else max(0, step - 1 - LAG)
         self.loads(replica, version)
-        self.say(
-            f"events/{replica}.jsonl",
-            "rollout.made",
-            replica=replica,
-            purpose=purpose,
-            step=step,
-            group=group,
-            version=version,
-            keys=keys_of(step, group) if purpose == "train" else [],
-            reward=0.5,
-            exact=0.25,
-            seconds=0.1,
-        )
+        which = {"replica": replica, "purpose": purpose, "step": step, "group": group}
+        keys = keys_of(step, group) if purpose == "train" else []
+        earned = {"keys": keys, "reward": 0.5, "exact": 0.25}
+        self.say(f"events/{replica}.jsonl", "rollout.made", **which, version=version, **earned)
 
     def commits(self, step: int) -> None:
-        self.say(
-            ORCHESTRATOR,
-            "step.committed",
-            step=step,
-            version=max(0, step - 1 - LAG),
-            keys=[key for group in range(GROUPS) for key in keys_of(step, group)],
-            dropped=[],
-            numbers=[3 * step - 1, 3 * step, 3 * step + 1],
-            ours=True,
-        )
+        what = {"version": max(0, step - 1 - LAG), "keys": all_keys(step), "dropped": []}
+        numbers = [3 * step - 1, 3 * step, 3 * step + 1]
+        self.say(ORCHESTRATOR, "step.committed", step=step, **what, numbers=numbers)
 
     def trains(self, step: int, *, tells: bool = True) -> None:
-        came = {
-            "step": step,
-            "version": step,
-            "content": f"content{step}",
-            "loss": 0.1 * step,
-            "grad_norm": 0.2,
-            "reward": 0.5,
-            "exact": 0.25,
-            "samples": GROUPS * SAMPLES,
-            "lag": step - 1 - max(0, step - 1 - LAG),
-        }
+        lag = step - 1 - max(0, step - 1 - LAG)
+        came = {"step": step, "version": step, "content": f"content{step}", "lag": lag}
+        came |= {"loss": 0.1 * step, "grad_norm": 0.2, "reward": 0.5, "exact": 0.25}
+        came["samples"] = GROUPS * SAMPLES
         self.metrics.append({**came, "dropped": []})
         if tells:
             self.say(ORCHESTRATOR, "step.trained", **came, seconds=1.0)
 
     def acknowledges(self, step: int) -> None:
-        keys = [key for group in range(GROUPS) for key in keys_of(step, group)]
-        self.say(ORCHESTRATOR, "step.acknowledged", step=step, keys=keys)
+        self.say(ORCHESTRATOR, "step.acknowledged", step=step, keys=all_keys(step))
+
+    def whole(self, step: int) -> None:
+        """A step in which nothing dies."""
+        for group in range(GROUPS):
+            self.makes(step, group)
+        self.commits(step)
+        for number in (3 * step - 1, 3 * step, 3 * step + 1):
+            self.applies(FIRST, 1, number)
+            if number == 6:
+                self.checkpoints(FIRST, 6)
+        self.trains(step)
+        self.acknowledges(step)
 
     def begins(self) -> None:
         self.say(SUPERVISOR, "run.begun", run="r", seed=0, steps=STEPS, resumed=False)
@@ -198,15 +176,7 @@ class Logs:
 
     def ends(self, file: str, term: int) -> None:
         self.makes(STEPS, 0, purpose="eval")
-        self.say(
-            ORCHESTRATOR,
-            "eval.done",
-            step=STEPS,
-            version=STEPS,
-            exact=0.25,
-            reward=0.5,
-            prompts=1,
-        )
+        self.say(ORCHESTRATOR, "eval.done", step=STEPS, exact=0.25, reward=0.5)
         self.metrics.append({"step": STEPS, "eval_exact": 0.25, "eval_reward": 0.5})
         self.applies(file, term, 3 * STEPS + 2)
         self.say(HOST, "job.ended", job=JOB, epoch=1, how="left", reason="")
@@ -218,20 +188,17 @@ def keys_of(step: int, group: int) -> list[str]:
     return [f"{step:07}-{group:04}-{index:04}" for index in range(SAMPLES)]
 
 
+def all_keys(step: int) -> list[str]:
+    """The keys of all groups of a step."""
+    return [key for group in range(GROUPS) for key in keys_of(step, group)]
+
+
 def calm() -> Logs:
     """Nothing dies."""
     logs = Logs()
     logs.begins()
     for step in range(1, STEPS + 1):
-        for group in range(GROUPS):
-            logs.makes(step, group)
-        logs.commits(step)
-        for number in (3 * step - 1, 3 * step, 3 * step + 1):
-            logs.applies(FIRST, 1, number)
-            if number == 6:
-                logs.checkpoints(FIRST, 6)
-        logs.trains(step)
-        logs.acknowledges(step)
+        logs.whole(step)
     logs.ends(FIRST, 1)
     return logs
 
@@ -240,16 +207,8 @@ def killed() -> Logs:
     """Everything dies, at the moments between an effect and the event that tells of it."""
     logs = Logs()
     logs.begins()
-    for step in (1, 2):
-        for group in range(GROUPS):
-            logs.makes(step, group)
-        logs.commits(step)
-        for number in (3 * step - 1, 3 * step, 3 * step + 1):
-            logs.applies(FIRST, 1, number)
-            if number == 6:
-                logs.checkpoints(FIRST, 6)
-        logs.trains(step)
-        logs.acknowledges(step)
+    logs.whole(1)
+    logs.whole(2)
     for group in range(GROUPS):
         logs.makes(3, group)
     logs.commits(3)

@@ -5,8 +5,9 @@ Its versions 0.1 load environments, newer ones tasksets: the tests of the other 
 `verifiers-0.1`).
 """
 
+import contextlib
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -111,28 +112,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def judges() -> AsyncIterator[list[Judge]]:
-    made: list[Judge] = []
-    yield made
-    for judge in made:
-        await judge.close()
+async def make() -> AsyncIterator[Callable[..., Judge]]:
+    """Makes judges, and closes them."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(name: str = "sums-for-test", **options: object) -> Judge:
+            judge = Judge(f"verifiers:{name}", options, limit_s=30)
+            stack.push_async_callback(judge.close)
+            return judge
+
+        yield make
 
 
-def make(judges: list[Judge], **options: object) -> Judge:
-    judges.append(Judge("verifiers:sums-for-test", options, limit_s=30))
-    return judges[-1]
-
-
-@old
-async def test_single_turn(judges: list[Judge]) -> None:
-    """Its rows are the tasks, its rubric scores; what is held out is never trained on."""
-    judge = make(judges, message="<{role}>{content}\n", opening="<assistant>")
+async def test_single_turn(make: Callable[..., Judge]) -> None:
+    """Its rows are the tasks, its own rewards score; what is held out is never trained on."""
+    judge = make(rows=30, message="<{role}>{content}\n", opening="<assistant>")
     limits = await judge.limits()
     assert (limits.max_tokens, limits.max_turns) == (64, 1)
-    tasks = await judge.tasks(range(200), "train")
-    held = await judge.tasks(range(200), "eval")
-    assert tasks == await judge.tasks(range(200), "train")
+    tasks = await judge.tasks(range(300), "train")
+    held = await judge.tasks(range(300), "eval")
+    assert tasks == await judge.tasks(range(300), "train")
     assert not {task.prompt for task in tasks} & {task.prompt for task in held}
+    assert len({task.prompt for task in tasks + held}) == 30
     task = tasks[0]
     number = int(task.answer) // 2
     assert task.prompt == f"<system>Be brief.\n<user>What is {number}+{number}?\n<assistant>"
@@ -141,9 +142,9 @@ async def test_single_turn(judges: list[Judge]) -> None:
 
 
 @old
-async def test_several_turns(judges: list[Judge]) -> None:
+async def test_several_turns(make: Callable[..., Judge]) -> None:
     """Each question replays the episode: its replies, its end and its score come out right."""
-    judge = make(judges, kind="multi", max_turns=3)
+    judge = make(kind="multi", max_turns=3)
     assert (await judge.limits()).max_turns == 3
     (task,) = await judge.tasks([1], "train")
     assert await judge.reply(task, ["x"]) == "no, that was try 1\n"
@@ -158,39 +159,30 @@ async def test_several_turns(judges: list[Judge]) -> None:
 
 
 @old
-async def test_its_own_evaluation(judges: list[Judge]) -> None:
+async def test_its_own_evaluation(make: Callable[..., Judge]) -> None:
     """Where it has a data set for evaluation that one is used, and left out of training."""
-    judge = make(judges, separate=True)
+    judge = make(separate=True)
     answers = {task.answer for task in await judge.tasks(range(60), "eval")}
     assert answers == {"0", "2", "4"}
     assert not answers & {task.answer for task in await judge.tasks(range(200), "train")}
 
 
 @old
-async def test_what_does_not_load(judges: list[Judge]) -> None:
+async def test_what_does_not_load(make: Callable[..., Judge]) -> None:
     """Group rewards, options that it does not know and names that are not there are mistakes."""
     with pytest.raises(Mistake, match="whole groups"):
-        await make(judges, kind="group").limits()
+        await make(kind="group").limits()
     with pytest.raises(Mistake, match="colour"):
-        await make(judges, colour="red").limits()
-    judges.append(Judge("verifiers:there-is-none", {}, limit_s=30))
+        await make(colour="red").limits()
     with pytest.raises(Mistake, match="there-is-none"):
-        await judges[-1].limits()
+        await make("there-is-none").limits()
 
 
 @new
-async def test_a_taskset(judges: list[Judge]) -> None:
-    """Its tasks are the tasks, their rewards score; a reward that raises spoils the group."""
-    judge = make(judges, rows=30, message="<{role}>{content}\n", opening="<assistant>")
-    tasks = await judge.tasks(range(300), "train")
-    held = await judge.tasks(range(300), "eval")
-    assert not {task.prompt for task in tasks} & {task.prompt for task in held}
-    assert len({task.prompt for task in tasks + held}) == 30
-    task = tasks[0]
-    number = int(task.answer) // 2
-    assert task.prompt == f"<system>Be brief.\n<user>What is {number}+{number}?\n<assistant>"
-    scores = await judge.scores(task, [([task.answer], [task.answer]), (["no"], ["n", "o"])])
-    assert [(score.reward, score.exact) for score in scores] == [(1.0, True), (0.25, False)]
+async def test_a_reward_that_raises(make: Callable[..., Judge]) -> None:
+    """A reward that raises spoils the group."""
+    judge = make()
+    (task,) = await judge.tasks([1], "train")
     with pytest.raises(Spoilt, match="what is wrong"):
         await judge.scores(task, [(["error"], ["error"])])
 
@@ -206,8 +198,8 @@ async def test_a_taskset(judges: list[Judge]) -> None:
     ],
 )
 async def test_tasksets_that_need_more(
-    judges: list[Judge], option: dict[str, str], told: str
+    make: Callable[..., Judge], option: dict[str, str], told: str
 ) -> None:
     """What would be worth 0 without a word is refused, and so is an option that it has not."""
     with pytest.raises(Mistake, match=told):
-        await make(judges, **option).limits()
+        await make(**option).limits()

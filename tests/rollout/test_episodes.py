@@ -2,16 +2,19 @@
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from holdfast.engine.generate import Continuation, Generation
 from holdfast.engine.noise import seed_of
+from holdfast.engine.tiny import make_tiny
 from holdfast.errors import Mistake
+from holdfast.rollout import own_sampler
 from holdfast.rollout.environments import Judge, Task
-from holdfast.rollout.episodes import Episode, Said, Say, Speak, play
-from holdfast.rollout.sampler import ThreadSampler
+from holdfast.rollout.episodes import Episode, Said, Say, play
 
 TASK = Task("00 to 99?", "50")
 
@@ -93,27 +96,19 @@ async def test_the_last_turn_is_the_last() -> None:
     assert script.said == []
 
 
-async def test_speaking_has_its_own_thread() -> None:
-    """`speak` never runs in the event loop's thread, but in the sampler's."""
+async def test_speaking_has_its_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine never runs in the event loop's thread, but in the sampler's."""
     threads: set[str] = set()
 
-    class Engine(ThreadSampler):
-        exact = True
+    def generate(*_: object, **__: object) -> Generation:
+        threads.add(threading.current_thread().name)
+        return Generation([Continuation(*sample("1")[:2], "length")])
 
-        def has(self, version: int) -> bool:
-            return version == 1
-
-        async def load(self, pin: object) -> None:
-            """Have it already."""
-
-        def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
-            def say(*_: object) -> list[Said]:
-                threads.add(threading.current_thread().name)
-                return [sample("1")]
-
-            return say
-
-    async with Engine(None) as engine:
+    monkeypatch.setattr(own_sampler, "generate", generate)
+    async with own_sampler.OwnSampler(make_tiny(tmp_path, context=64)) as engine:
+        engine._load(1, engine._base.full().state())
         await played("reverse", engine.say(1, 1.0, 8), count=1)
     assert threads == {"engine_0"}
 

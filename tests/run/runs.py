@@ -23,19 +23,26 @@ LIMIT_S = 300.0
 
 
 def argv(folder: Path, *more: str, small: tuple[str, ...] = SMALL) -> list[str]:
-    """The command that begins a run in a folder."""
+    """The command that begins a small run in a folder."""
     settings = [word for one in small for word in ("--set", one)]
     start = [sys.executable, "-m", "holdfast", "run", "--plain"]
     return [*start, "--out", str(folder), *settings, *more]
 
 
-def run(folder: Path, *more: str, small: tuple[str, ...] = SMALL, code: int = 0) -> str:
-    """Run to the end; returns what it printed."""
-    done = subprocess.run(
-        argv(folder, *more, small=small), capture_output=True, text=True, timeout=LIMIT_S
-    )
+def holdfast(
+    *words: str | Path, code: int = 0, limit_s: float = LIMIT_S, cwd: Path | None = None
+) -> str:
+    """What a command prints; it must end with this code, and refuses without a traceback."""
+    command = [sys.executable, "-m", "holdfast", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=cwd)
     assert done.returncode == code, (done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+    assert not code or "Traceback" not in done.stderr
     return done.stdout
+
+
+def run(folder: Path, *more: str) -> str:
+    """Run to the end; returns what it printed."""
+    return holdfast(*argv(folder, *more)[3:])
 
 
 @contextlib.contextmanager
@@ -77,12 +84,7 @@ def wait_for_step(folder: Path, step: int, limit_s: float = 120.0) -> None:
     raise AssertionError(f"step {step} was not begun within {limit_s} s")
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """What came of its steps."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def left_over(folder: Path, run_name: str) -> list[str]:
+def left_over(folder: Path) -> list[str]:
     """Processes and shared memory that a run has left behind."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -91,22 +93,20 @@ def left_over(folder: Path, run_name: str) -> list[str]:
             words += b"".join(str(one.readlink()).encode() for one in (path / "fd").iterdir())
             if str(folder).encode() in words and int(path.name) != os.getpid():
                 found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    store = Path("/dev/shm") / f"holdfast-{os.geteuid()}" / run_name
+    store = store_of(folder)
     return [*found, *([str(store)] if store.exists() else [])]
 
 
-def name_of(folder: Path) -> str:
-    """The run's name."""
-    return str(json.loads((folder / "run.json").read_text())["run"])
+def store_of(folder: Path) -> Path:
+    """Where the run's samples are."""
+    name = json.loads((folder / "run.json").read_text())["run"]
+    return Path("/dev/shm") / f"holdfast-{os.geteuid()}" / str(name)
 
 
-def check(folder: Path) -> str:
-    """What the independent checker says; it must find nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "check", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def is_same(calm: Path, hurt: Path) -> None:
+    """Two runs ended with the same bits; the checker finds nothing, and nothing is left."""
+    from holdfast.run.ending import differences  # not where vLLM is: that uses this file, too
+
+    assert differences(calm, hurt) == []
+    holdfast("check", hurt, limit_s=120)
+    assert left_over(hurt) == []

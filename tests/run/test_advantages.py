@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from holdfast.errors import Mistake
 from holdfast.run.advantages import KINDS, advantages
 
 
@@ -42,9 +41,3 @@ def test_per_token(kind: str) -> None:
     assert found[0][0] == found[1][0] == pytest.approx(0.0)
     assert found[0][1] < 0 < found[1][1]
     assert found[0][2] == pytest.approx(0.0)
-
-
-def test_unknown() -> None:
-    """What is not there is refused by name."""
-    with pytest.raises(Mistake, match="grpo, dr_grpo, rloo"):
-        advantages("ppo", whole(1.0), per_token=False)

@@ -8,13 +8,10 @@ from holdfast.errors import Mistake
 from holdfast.run.config import Config, load
 
 
-def test_defaults_need_no_file() -> None:
-    """Without a file there is a whole configuration."""
-    assert load(None) == Config()
-
-
 def test_settings_over_a_file(tmp_path: Path) -> None:
-    """Settings win over the file, and words need no quotes."""
+    """Without a file there is a whole configuration; settings win over one, and words need no
+    quotes."""
+    assert load(None) == Config()
     path = tmp_path / "run.toml"
     path.write_text('steps = 5\n[rollout]\ngroups = 3\n[environment]\nname = "copy"\n')
     found = load(path, ["rollout.groups=4", "environment.name=increment", "train.ranks=1"])
@@ -32,12 +29,13 @@ def test_settings_over_a_file(tmp_path: Path) -> None:
         ("steps", "key=value"),
         ("steps.more=1", "steps"),
         ("train.loss=dpo", "importance_sampling"),
+        ("rollout.groups=1024 rollout.samples=256", "16384"),
     ],
 )
 def test_mistakes(setting: str, hint: str) -> None:
     """What is not understood is refused, with what may have been meant."""
     with pytest.raises(Mistake, match=hint):
-        load(None, [setting])
+        load(None, setting.split())
 
 
 def test_bad_files(tmp_path: Path) -> None:
@@ -55,9 +53,3 @@ def test_what_vllm_cannot(setting: str) -> None:
     load(None, [setting])
     with pytest.raises(Mistake, match="vLLM"):
         load(None, [setting, "rollout.kind=vllm"])
-
-
-def test_too_much_at_once() -> None:
-    """Groups times samples has a bound."""
-    with pytest.raises(Mistake, match="16384"):
-        load(None, ["rollout.groups=1024", "rollout.samples=256"])

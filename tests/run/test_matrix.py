@@ -3,13 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.engine.tiny import make_tiny
-from holdfast.run.ending import differences
 
 from . import runs
 
@@ -49,31 +47,21 @@ SINGLE = (
 )
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("run") / "calm"
-    runs.run(folder)
-    return folder
-
-
-def same(calm: Path, hurt: Path, least: int) -> None:
+def same(calm: Path, hurt: Path, least: int = 1) -> None:
     """Two runs are the same, and so many faults were made."""
     told = [one for one in runs.events(hurt) if one["type"].startswith("chaos.")]
     assert [one for one in told if one["type"] == "chaos.missed"] == []
     struck = [one for one in told if one["type"] == "chaos.struck"]
     print([(one["clause"], one["step"], one["point"]) for one in struck])
     assert len(struck) >= least
-    assert differences(calm, hurt) == []
-    runs.check(hurt)
-    assert runs.left_over(hurt, runs.name_of(hurt)) == []
+    runs.is_same(calm, hurt)
 
 
 @pytest.mark.parametrize("clause", SINGLE)
 def test_one_fault(calm: Path, tmp_path: Path, clause: str) -> None:
     """One fault of any kind changes nothing."""
     runs.run(tmp_path / "hurt", "--chaos", clause)
-    same(calm, tmp_path / "hurt", 1)
+    same(calm, tmp_path / "hurt")
 
 
 def test_a_full_disk(calm: Path, tmp_path: Path) -> None:
@@ -85,7 +73,7 @@ def test_a_full_disk(calm: Path, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], check=True)
     try:
         runs.run(place / "run", "--chaos", "disk: full 5s@step 3")
-        same(calm, place / "run", 1)
+        same(calm, place / "run")
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
@@ -93,19 +81,11 @@ def test_a_full_disk(calm: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_storm(tmp_path: Path, seed: int) -> None:
     """Twenty faults and more, everybody dies: calm and storm end with the same bits."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "holdfast", "run", "--prove", "--seed", str(seed)),
-            *("--out", str(tmp_path / "proof")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=880,
-    )
-    print(done.stdout[-4000:])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "the same weights, bit for bit" in done.stdout
-    same(tmp_path / "proof" / "calm", tmp_path / "proof" / "storm", 20)
+    proof = tmp_path / "proof"
+    told = runs.holdfast("run", "--prove", "--seed", str(seed), "--out", proof, limit_s=880)
+    print(told[-4000:])
+    assert "the same weights, bit for bit" in told
+    same(proof / "calm", proof / "storm", 20)
 
 
 def test_ones_own_reward_and_model(tmp_path: Path) -> None:
@@ -121,33 +101,13 @@ def test_ones_own_reward_and_model(tmp_path: Path) -> None:
     tasks = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
     (tmp_path / "run.toml").write_text(
-        f"""
-steps = 4
-[model]
-directory = "{model}"
-[environment]
-name = "mine:reward"
-[environment.options]
-tasks = "tasks.jsonl"
-max_tokens = 3
-[rollout]
-groups = 8
-samples = 4
-[train]
-ranks = 1
-spares = 0
-[evaluate]
-prompts = 4
-"""
+        f'steps = 4\nmodel.directory = "{model}"\n'
+        'environment = {name = "mine:reward", options = {tasks = "tasks.jsonl", max_tokens = 3}}\n'
+        "rollout = {groups = 8, samples = 4}\ntrain = {ranks = 1, spares = 0}\n"
+        "evaluate.prompts = 4\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", "run", "run.toml", "--plain", "--out", "out"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = runs.metrics(tmp_path / "out")
-    assert sum(len(one.get("dropped", [])) for one in lines) > 0, "no group met the bad day"
-    runs.check(tmp_path / "out")
+    runs.holdfast("run", "run.toml", "--plain", "--out", "out", cwd=tmp_path)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    dropped = [one for line in lines for one in json.loads(line).get("dropped", [])]
+    assert dropped, "no group met the bad day"
+    runs.holdfast("check", tmp_path / "out")

@@ -1,6 +1,7 @@
 """A step's numbers, versions and seeds are functions of the step."""
 
 from holdfast.run import plan
+from holdfast.run.config import Config
 
 
 def test_numbers_have_no_gap() -> None:
@@ -20,15 +21,11 @@ def test_versions_lag() -> None:
 
 def test_asks_differ_and_repeat() -> None:
     """What is asked for is the same whoever asks, and differs between groups and steps."""
-    asks = [
-        plan.train_ask(7, step, group, lag=1, count=4, temperature=1.0)
-        for step in range(1, 20)
-        for group in range(8)
-    ]
+    ours, others = Config(seed=7), Config(seed=8)
+    asks = [plan.train_ask(ours, step, group) for step in range(1, 20) for group in range(8)]
     assert len({one.seed for one in asks}) == len({one.task_seed for one in asks}) == len(asks)
-    again = plan.train_ask(7, 3, 2, lag=1, count=4, temperature=1.0)
-    assert again in asks
-    assert plan.train_ask(8, 3, 2, lag=1, count=4, temperature=1.0) not in asks
+    assert plan.train_ask(ours, 3, 2) in asks
+    assert plan.train_ask(others, 3, 2) not in asks
 
 
 def test_held_out_prompts_stay() -> None:

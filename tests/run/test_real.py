@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,14 +18,6 @@ FAULTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("run") / "calm"
-    runs.run(folder)
-    return folder
-
-
 @pytest.mark.timeout(400)
 def test_killed_and_the_same(calm: Path, tmp_path: Path) -> None:
     """Every kind of process dies, the supervisor too: the same weights and metrics, bit for bit;
@@ -37,14 +27,12 @@ def test_killed_and_the_same(calm: Path, tmp_path: Path) -> None:
     struck = [one for one in runs.events(hurt) if one["type"] == "chaos.struck"]
     print([(one["clause"], one["step"]) for one in struck])
     assert {one["clause"] for one in struck} == {one.strip() for one in FAULTS.split(";")}
-    assert differences(calm, hurt) == []
     final = [json.loads((one / "final.json").read_text()) for one in (calm, hurt)]
     assert final[0]["weights"] == final[1]["weights"]
     assert final[0]["weights"] in said
     assert final[1]["faults"] >= len(struck)
     for folder in (calm, hurt):
-        runs.check(folder)
-        assert runs.left_over(folder, runs.name_of(folder)) == []
+        runs.is_same(calm, folder)
         assert final[0]["weights"] in (folder / "report.html").read_text()
 
 
@@ -86,16 +74,9 @@ def test_ctrl_c_and_resume(calm: Path, tmp_path: Path) -> None:
         said, _ = child.communicate(timeout=60)
         assert child.returncode == 130, said
     assert "--resume" in said
-    assert runs.left_over(folder, runs.name_of(folder)) == []
-    again = subprocess.run(
-        [sys.executable, "-m", "holdfast", "run", "--plain", "--resume", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=runs.LIMIT_S,
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert differences(calm, folder) == []
-    runs.check(folder)
+    assert runs.left_over(folder) == []
+    runs.holdfast("run", "--plain", "--resume", folder)
+    runs.is_same(calm, folder)
 
 
 @pytest.mark.long
@@ -107,15 +88,12 @@ def test_kill_the_supervisor_and_clean(tmp_path: Path) -> None:
         runs.wait_for_step(folder, 2)
         os.kill(child.pid, signal.SIGKILL)
         child.wait(timeout=30)
-    name = runs.name_of(folder)
     until = time.monotonic() + 20.0
-    while time.monotonic() < until and len(runs.left_over(folder, name)) > 1:
+    while time.monotonic() < until and len(runs.left_over(folder)) > 1:
         time.sleep(0.1)
-    left = runs.left_over(folder, name)
-    assert left == [str(Path("/dev/shm") / f"holdfast-{os.geteuid()}" / name)]
-    clean = [sys.executable, "-m", "holdfast", "clean", str(folder)]
-    subprocess.run(clean, check=True, timeout=60)
-    assert runs.left_over(folder, name) == []
+    assert runs.left_over(folder) == [str(runs.store_of(folder))]
+    runs.holdfast("clean", folder, limit_s=60)
+    assert runs.left_over(folder) == []
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -123,9 +101,5 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     for more, folder in ((["--chaos", "gatway@3s"], "new"), ([], "full")):
-        done = subprocess.run(
-            runs.argv(tmp_path / folder, *more), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 2, done.stderr
-        assert "Traceback" not in done.stderr
+        runs.holdfast("run", "--out", tmp_path / folder, *more, code=2)
     assert (tmp_path / "full" / "file").read_text() == "mine"

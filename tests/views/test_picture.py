@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from holdfast.events import Event, Unknown
 from holdfast.run import happenings as run
 from holdfast.views.curve import Curve
-from holdfast.views.picture import MAX_ENTRIES, MAX_NOISE, MAX_VERSIONS, Picture
+from holdfast.views.picture import MAX_ENTRIES, MAX_NOISE, MAX_VERSIONS, Picture, taker_of
 from holdfast.views.snapshot import prometheus, snapshot, summary
 from holdfast.views.tail import look
 from holdfast.views.told import known, parse
 
-from .logs import BEGAN, House, storm, told
+from .logs import House, picture_of, storm, told
 
 
 def test_a_calm_run_has_no_fault(tmp_path: Path) -> None:
@@ -41,16 +41,21 @@ def test_a_calm_run_has_no_fault(tmp_path: Path) -> None:
     assert (picture.made, picture.acknowledged) == (160, 160)
     assert picture.serving() == {"replica-0": 10, "replica-1": 10}
     assert {member.state for member in picture.members.known.values()} == {"ended"}
-    assert picture.members.deaths() == 0
+    assert not any(member.deaths for member in picture.members.known.values())
 
 
-def test_each_fault_is_one_and_costs_what_it_cost(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hurt(tmp_path_factory: pytest.TempPathFactory) -> Picture:
+    """The picture of a run with a fault of every sort."""
+    folder = tmp_path_factory.mktemp("storm")
+    storm(folder)
+    return look(folder)
+
+
+def test_each_fault_is_one_and_costs_what_it_cost(hurt: Picture) -> None:
     """What several processes tell of one fault is one fault, with the seconds it took."""
-    storm(tmp_path)
-    picture = look(tmp_path)
-    found = {
-        (fault.action, fault.target): picture.faults.lost_s(fault) for fault in picture.faults.kept
-    }
+    faults = hurt.faults
+    found = {(fault.action, fault.target): faults.lost_s(fault) for fault in faults.kept}
     assert found == {
         ("kill", "replica-0"): pytest.approx(0.51, abs=0.01),
         ("kill", "trainer.rank1"): pytest.approx(1.9, abs=0.01),
@@ -60,19 +65,18 @@ def test_each_fault_is_one_and_costs_what_it_cost(tmp_path: Path) -> None:
         ("kill", "orchestrator"): pytest.approx(0.41, abs=0.01),
         ("kill", "host"): pytest.approx(0.41, abs=0.01),
     }
-    facts = summary(picture)
+    facts = summary(hurt)
     assert (facts["faults"], facts["recoveries"]) == (7, 7)
     assert facts["lost_by_kind"]["kill trainer.rank"]["faults"] == 1
-    [rank] = [fault for fault in picture.faults.kept if fault.target == "trainer.rank1"]
+    [rank] = [fault for fault in faults.kept if fault.target == "trainer.rank1"]
     assert (rank.step, rank.point, rank.member) == (9, "trainer.save.kept", "trainer rank 1")
-    [pause] = [fault for fault in picture.faults.kept if fault.action == "pause"]
+    [pause] = [fault for fault in faults.kept if fault.action == "pause"]
     assert (pause.length_s, pause.healed_s) == (2.0, 2.0)
 
 
-def test_every_life_has_its_end(tmp_path: Path) -> None:
+def test_every_life_has_its_end(hurt: Picture) -> None:
     """Lives begin and end when they did, also those that nobody saw end."""
-    storm(tmp_path)
-    members = look(tmp_path).members.known
+    members = hurt.members.known
     ends = {name: [life.how for life in member.lives] for name, member in members.items()}
     assert ends == {
         "supervisor": ["died", "ended"],
@@ -86,7 +90,7 @@ def test_every_life_has_its_end(tmp_path: Path) -> None:
         "chaos": ["lost", "ended"],
     }
     for member in members.values():
-        for life, after in zip(member.lives, member.lives[1:], strict=False):
+        for life, after in itertools.pairwise(member.lives):
             assert life.ended is not None
             assert life.began <= life.ended <= after.began
     killed = members["supervisor"].lives[0].ended
@@ -94,51 +98,33 @@ def test_every_life_has_its_end(tmp_path: Path) -> None:
     assert members["replica-0"].lives[1].after_s == pytest.approx(0.31, abs=0.01)
 
 
-def test_epochs_and_routes(tmp_path: Path) -> None:
+def test_epochs_and_routes(hurt: Picture) -> None:
     """Every incarnation of the trainer is there, with its route."""
-    storm(tmp_path)
-    [epochs] = look(tmp_path).jobs.values()
+    [epochs] = hurt.jobs.values()
     assert [epoch.epoch for epoch in epochs.values()] == [1, 2, 3]
     assert epochs[3].address == "http://127.0.0.1:9003"
 
 
-def test_events_that_come_twice_count_once(tmp_path: Path) -> None:
+def test_events_that_come_twice_count_once() -> None:
     """A step that a successor tells again, and samples made again, change nothing."""
-    picture = Picture()
     keys = ["1/0/0", "1/0/1"]
-    for _ in range(2):
-        picture.take(told("rollout.made", 1.0, "r", 5, 1, _made(1, keys)))
-    assert picture.queue == 2
-    picture.take(told("step.acknowledged", 2.0, "o", 6, 1, {"step": 1, "keys": keys}))
-    picture.take(told("step.acknowledged", 2.1, "o", 7, 1, {"step": 1, "keys": keys}))
-    picture.take(told("rollout.made", 2.2, "r", 5, 1, _made(1, keys)))
+    made = told("rollout.made", 1.0, "r", 5, step=1, purpose="train", keys=keys)
+    done = told("step.acknowledged", 2.0, "o", 6, step=1, keys=keys)
+    assert picture_of(made, made).queue == 2
+    picture = picture_of(made, made, done, done, made)
     assert (picture.queue, picture.made, picture.acknowledged) == (0, 2, 2)
-    for at in (3.0, 9.0):
-        picture.take(told("step.trained", at, "o", 7, 1, {"step": 1, "reward": 0.5}))
-    picture.take(told("step.trained", 10.0, "o", 7, 1, {"step": 2, "reward": 0.5}))
+    for at, step in ((3.0, 1), (9.0, 1), (10.0, 2)):
+        picture.take(told("step.trained", at, "o", 7, step=step))
     assert picture.faults.pace_s() == 7.0
-    assert len(picture.train) == 2
-
-
-def _made(step: int, keys: list[str]) -> dict[str, Any]:
-    return {"step": step, "purpose": "train", "group": 0, "keys": keys}
+    assert len(picture.train.points()) == 2
 
 
 def test_a_loss_that_is_no_number_is_still_a_step() -> None:
     """JSON writes NaN as null: the step counts, and the snapshot stays valid JSON."""
-    picture = Picture()
-    fields = {"step": 1, "loss": None, "grad_norm": None, "reward": 0.5, "exact": 0.0}
-    picture.take(told("step.trained", 1.0, "o", 7, 1, fields))
+    picture = picture_of(told("step.trained", 1.0, "o", 7, step=1, loss=None, grad_norm=None))
     assert picture.step == 1
     assert math.isnan(picture.train.points()[0][3])
     assert json.loads(msgspec.json.encode(snapshot(picture)))["train"][0][3] is None
-
-
-def test_typed_events_are_taken_too() -> None:
-    """A picture takes what `events.read` gives."""
-    picture = Picture()
-    picture.take(run.Begun(run="r", seed=1, steps=9, resumed=False, at=BEGAN, pid=3))
-    assert (picture.run, picture.steps, picture.began) == ("r", 9, BEGAN)
 
 
 def test_memory_is_bounded() -> None:
@@ -146,12 +132,12 @@ def test_memory_is_bounded() -> None:
     picture = Picture()
     for step in range(1, 6000):
         at = float(step)
-        picture.take(told("rollout.made", at, "r", 5, step, _made(step, [f"{step}"])))
-        picture.take(told("step.trained", at, "o", 6, step, {"step": step, "version": step}))
-        died = {"part": f"p{step}", "child": step + 9, "code": 1}
-        picture.take(told("part.died", at, "s", 4, step, died))
-        picture.take(told(f"strange.k{step}", at, f"process {step}", 10000 + step, 1))
-    assert len(picture.train) <= 1001
+        made = {"step": step, "purpose": "train", "keys": [f"{step}"]}
+        picture.take(told("rollout.made", at, "r", 5, **made))
+        picture.take(told("step.trained", at, "o", 6, step=step, version=step))
+        picture.take(told("part.died", at, "s", 4, part=f"p{step}", child=step + 9, code=1))
+        picture.take(told(f"strange.k{step}", at, f"process {step}", 10000 + step))
+    assert len(picture.train.points()) <= 1001
     assert picture.train.points()[-1][0] == 5999
     assert len(picture.versions) <= MAX_VERSIONS
     assert len(picture.entries()) <= MAX_ENTRIES + MAX_NOISE
@@ -162,7 +148,8 @@ def test_memory_is_bounded() -> None:
 
 def test_whatever_makes_the_picture_has_a_class() -> None:
     """Each event that changes the picture is declared by the part that tells of it."""
-    assert set(Picture._takers) <= set(known())
+    takers = {name for name in vars(Picture) if name.startswith(taker_of(""))}
+    assert takers <= set(map(taker_of, known()))
 
 
 def test_an_event_of_another_version_is_listed_and_changes_nothing() -> None:
@@ -179,7 +166,7 @@ def test_an_event_of_another_version_is_listed_and_changes_nothing() -> None:
     assert parse(line) == newer
 
 
-KINDS = [*sorted(Picture._takers), "run.begun", "other.kind"]
+KINDS = [*sorted(known()), "other.kind"]
 NAMES = ["step", "part", "child", "code", "version", "job", "epoch", "replica", "keys", "rank"]
 NAMES += ["worker_pid", "child_pid", "victim", "target", "clause", "action", "purpose", "how"]
 VALUES: st.SearchStrategy[Any] = st.one_of(
@@ -194,22 +181,19 @@ VALUES: st.SearchStrategy[Any] = st.one_of(
 @given(
     st.lists(
         st.builds(
-            told,
+            lambda *stamps, fields: told(*stamps, **fields),
             st.sampled_from(KINDS),
             st.floats(0, 100),
             st.sampled_from(["supervisor", "acct/j e1-c1-r0-5", "acct/j e1-c2-r0-6", "x", ""]),
             st.integers(-1, 8),
-            st.just(1),
-            st.dictionaries(st.sampled_from(NAMES), VALUES),
+            fields=st.dictionaries(st.sampled_from(NAMES), VALUES),
         ),
         max_size=60,
     )
 )
 def test_nothing_upsets_it(events: list[Event]) -> None:
     """Any events in any order give a picture, a snapshot and metrics."""
-    picture = Picture()
-    for event in events:
-        picture.take(event)
+    picture = picture_of(*events)
     json.loads(msgspec.json.encode([snapshot(picture), summary(picture)]))
     prometheus(picture)
     for member in picture.members.known.values():
@@ -233,7 +217,7 @@ def test_a_curve_keeps_its_shape() -> None:
 def test_views_need_no_torch() -> None:
     """Looking at a run does not load what trains it."""
     code = (
-        "import sys, holdfast.views.process, holdfast.views.report, holdfast.views.told as told; "
+        "import sys, holdfast.views.web, holdfast.views.report, holdfast.views.told as told; "
         "told.known(); "
         "sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     )
@@ -242,30 +226,28 @@ def test_views_need_no_torch() -> None:
 
 def test_who_survives_the_supervisor_lives_on() -> None:
     """A process that was not the supervisor's, and writes on after its death, did not die."""
-    picture = Picture()
-    begun = {"run": "r", "seed": 1, "steps": 9, "resumed": True}
-    picture.take(told("run.begun", 1.0, "supervisor", 10, 1, begun))
-    picture.take(told("chaos.healed", 2.0, "chaos", 20, 1, {}))
-    picture.take(told("run.begun", 5.0, "supervisor", 30, 1, begun))
-    assert picture.members.known["chaos"].state == "down"
-    picture.take(told("chaos.healed", 6.0, "chaos", 20, 2, {}))
-    assert picture.members.known["chaos"].state == "up"
-    assert picture.members.known["chaos"].deaths == 0
-    assert picture.members.known["supervisor"].deaths == 1
+    picture = picture_of(
+        told("run.begun", 1.0, "supervisor", 10, run="r", steps=9),
+        told("chaos.healed", 2.0, "chaos", 20),
+        told("run.begun", 5.0, "supervisor", 30, run="r", steps=9, resumed=True),
+    )
+    members = picture.members.known
+    assert members["chaos"].state == "down"
+    picture.take(told("chaos.healed", 6.0, "chaos", 20))
+    assert (members["chaos"].state, members["chaos"].deaths) == ("up", 0)
+    assert members["supervisor"].deaths == 1
 
 
 def test_ranks_of_an_old_crew_are_gone() -> None:
     """Without a word from their agent, ranks end when their crew was last heard of."""
-    picture = Picture()
-    for at, process, pid in (
-        (1.0, "a/j e1-c1-r0-5", 5),
-        (1.1, "a/j e1-c1-r1-6", 6),
-        (4.0, "a/j e1-c1-r0-5", 5),
-    ):
-        picture.take(told("trainer.seated", at, process, pid, 1, {}))
     struck = {"clause": "trainer.rank0@step 1", "target": "trainer.rank0", "victim": 5}
-    picture.take(told("chaos.struck", 7.0, "chaos", 9, 1, {**struck, "action": "kill"}))
-    picture.take(told("trainer.seated", 9.0, "a/j e1-c2-r0-7", 7, 1, {}))
+    picture = picture_of(
+        told("trainer.seated", 1.0, "a/j e1-c1-r0-5", 5),
+        told("trainer.seated", 1.1, "a/j e1-c1-r1-6", 6),
+        told("trainer.seated", 4.0, "a/j e1-c1-r0-5", 5),
+        told("chaos.struck", 7.0, "chaos", 9, **struck, action="kill"),
+        told("trainer.seated", 9.0, "a/j e1-c2-r0-7", 7),
+    )
     [dead, alive] = picture.members.known["trainer rank 0"].lives
     assert (dead.how, dead.ended, alive.after_s) == ("died", 7.0, 2.0)
     [stopped] = picture.members.known["trainer rank 1"].lives
@@ -276,13 +258,14 @@ def test_ranks_of_an_old_crew_are_gone() -> None:
 
 def test_a_checkpoint_is_no_version_of_the_run() -> None:
     """Only what a step has made or a replica serves counts, with its own size and time."""
-    picture = Picture()
-    for at, number, size in ((1.0, 50, 900), (2.0, 3, 900), (3.0, 3, 100)):
-        picture.take(told("weights.published", at, "t", 5, 1, {"version": number, "bytes": size}))
-    made = {"step": 3, "version": 3, "content": "c"}
-    picture.take(told("step.trained", 3.1, "o", 6, 1, made))
-    picture.take(told("weights.published", 4.0, "t", 5, 1, {"version": 3, "bytes": 900}))
-    picture.take(told("rollout.loaded", 5.0, "replica-0", 7, 1, {"version": 3}))
+    picture = picture_of(
+        told("weights.published", 1.0, "t", 5, version=50, bytes=900),
+        told("weights.published", 2.0, "t", 5, version=3, bytes=900),
+        told("weights.published", 3.0, "t", 5, version=3, bytes=100),
+        told("step.trained", 3.1, "o", 6, step=3, version=3, content="c"),
+        told("weights.published", 4.0, "t", 5, version=3, bytes=900),
+        told("rollout.loaded", 5.0, "replica-0", 7, version=3),
+    )
     assert picture.version == 3
     version = picture.versions[3]
     assert (version.published, version.bytes, version.acknowledged) == (3.0, 100, ["replica-0"])
@@ -293,36 +276,35 @@ def test_nodes_ranks_and_spares() -> None:
     picture = Picture()
 
     def say(at: float, node: str, pid: int, kind: str, **fields: object) -> None:
-        picture.take(told(f"launch.{kind}", at, node, pid, 1, {"run": "r.1", **fields}))
+        picture.take(told(f"launch.{kind}", at, node, pid, run="r.1", **fields))
 
     for node, pid, rank in (("n1", 11, 1), ("n2", 12, 0)):
         say(1.0, node, pid, "worker.started", cycle=1, rank=rank, worker_pid=100 + rank)
     say(1.5, "n0", 10, "warm.ready", child_pid=200)
     assert picture.spare_nodes() == ["trainer node n0"]
     assert len(picture.members.spares) == 1
-    picture.take(told("trainer.seated", 4.0, "a/j e1-c1-r0-100", 100, 1, {}))
+    picture.take(told("trainer.seated", 4.0, "a/j e1-c1-r0-100", 100))
     say(5.0, "n1", 11, "crew.ended", cycle=1, cause="rank 1 failed")
     say(6.0, "n1", 11, "worker.started", cycle=2, rank=1, worker_pid=111)
     ranks = [picture.members.known[f"trainer rank {rank}"].lives for rank in (0, 1)]
     assert [(life.how, life.ended) for life in ranks[0]] == [("stopped", 5.0)]
     assert [(life.how, life.ended) for life in ranks[1]] == [("stopped", 5.0), ("", None)]
-    assert picture.members.deaths() == 0
+    assert not any(member.deaths for member in picture.members.known.values())
     assert picture.spare_nodes() == ["trainer node n0", "trainer node n2"]
-    struck = {"clause": "c", "target": "trainer.agent", "victim": 10, "action": "kill"}
-    picture.take(told("chaos.struck", 7.0, "chaos", 9, 1, struck))
+    picture.take(told("chaos.struck", 7.0, "chaos", 9, victim=10, action="kill"))
     assert picture.spare_nodes() == ["trainer node n2"]
     assert not picture.members.spares, "what it kept warm died with it"
 
 
 def test_quiet_nodes_live_as_long_as_their_host() -> None:
     """A node that has nothing to tell, and a rank that tells nothing, end with the host."""
-    picture = Picture()
-    picture.take(told("part.started", 1.0, "supervisor", 1, 1, {"part": "host", "child": 10}))
-    worker = {"run": "r", "cycle": 1, "rank": 1, "slot": 0, "worker_pid": 30, "warm": True}
-    picture.take(told("launch.worker.started", 2.0, "n0", 20, 1, worker))
-    died = {"part": "host", "child": 10, "code": -9, "lived_s": 49.0}
-    picture.take(told("part.died", 50.0, "supervisor", 1, 2, died))
-    picture.take(told("launch.worker.started", 55.0, "n0", 21, 1, {**worker, "worker_pid": 31}))
+    worker = {"run": "r", "cycle": 1, "rank": 1}
+    picture = picture_of(
+        told("part.started", 1.0, "supervisor", 1, part="host", child=10),
+        told("launch.worker.started", 2.0, "n0", 20, **worker, worker_pid=30),
+        told("part.died", 50.0, "supervisor", 1, part="host", child=10, code=-9),
+        told("launch.worker.started", 55.0, "n0", 21, **worker, worker_pid=31),
+    )
     for name in ("trainer node n0", "trainer rank 1"):
         first, second = picture.members.known[name].lives
         assert (first.ended, first.how) == (50.0, "stopped")

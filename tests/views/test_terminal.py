@@ -1,6 +1,5 @@
 """What people see in a terminal, and in a file."""
 
-import asyncio
 import io
 import os
 import pty
@@ -14,20 +13,32 @@ from rich.console import Console
 from holdfast.views.drawing import draw, sparkline
 from holdfast.views.picture import Picture
 from holdfast.views.tail import look
-from holdfast.views.terminal import Viewer, watch
+from holdfast.views.terminal import Viewer
 from patience import HANG_S
 
-from .logs import House, storm, told
+from .logs import House, picture_of, storm, told
+
+
+def lines_of(folder: Path, since: float = 0.0) -> list[str]:
+    """What a view of the run prints where there is no terminal."""
+    out = io.StringIO()
+    viewer = Viewer(folder, out=out, since=since)
+    viewer.start()
+    viewer.stop()
+    return out.getvalue().splitlines()
+
+
+def drawn(picture: Picture) -> str:
+    """The picture as it is on a screen."""
+    out = io.StringIO()
+    Console(file=out, width=120, force_terminal=False).print(draw(picture))
+    return out.getvalue()
 
 
 def test_plain_lines(tmp_path: Path) -> None:
     """One line per step and per notable event; a death and its restart are one."""
     storm(tmp_path)
-    out = io.StringIO()
-    viewer = Viewer(tmp_path, out=out)
-    viewer.start()
-    viewer.stop()
-    lines = out.getvalue().splitlines()
+    lines = lines_of(tmp_path)
     assert lines[0] == "run demo: 30 steps, seed 7"
     assert "step  12/30  reward 0.42  exact 0.27  loss -0.042  (0.5 s)" in lines
     assert "replica-0 died (signal 9); started again after 0.3 s" in lines
@@ -45,11 +56,7 @@ def test_a_death_that_nothing_follows_is_told(tmp_path: Path) -> None:
     house.begin()
     house.kill("replica-1", back_s=3.0)
     house.train()
-    out = io.StringIO()
-    viewer = Viewer(tmp_path, out=out)
-    viewer.start()
-    viewer.stop()
-    lines = out.getvalue().splitlines()
+    lines = lines_of(tmp_path)
     assert "replica-1 died (signal 9)" in lines
     assert "replica-1 started again after 3.0 s" in lines
 
@@ -60,35 +67,28 @@ def test_a_run_that_goes_on_does_not_tell_its_past(tmp_path: Path) -> None:
     house.begin()
     house.train()
     house.wait(1.0)
-    since = house.write.at
+    since = house.at
     house.begin(resumed=True)
     house.train()
-    out = io.StringIO()
-    viewer = Viewer(tmp_path, out=out, since=since)
-    viewer.start()
-    viewer.stop()
-    steps = [line for line in out.getvalue().splitlines() if line.startswith(("run", "step"))]
+    steps = [line for line in lines_of(tmp_path, since) if line.startswith(("run", "step"))]
     assert steps[0] == "run demo: 30 steps, seed 7, goes on after step 1"
     assert [line[:11] for line in steps[1:]] == ["step   2/30"]
 
 
-def test_what_others_write_cannot_move_the_cursor(tmp_path: Path) -> None:
+def test_what_others_write_cannot_move_the_cursor() -> None:
     """Control characters and markup in events are shown as text."""
-    picture = Picture()
     evil = {"part": "x\x1b[2J[red]", "child": 3, "life": 1}
-    picture.take(told("part.started", 1.0, "super\x1b]0;visor", 2, 1, evil))
-    out = io.StringIO()
-    Console(file=out, width=100, force_terminal=False).print(draw(picture))
-    assert "\x1b" not in out.getvalue()
-    assert "[red]" in out.getvalue()
+    shown = drawn(picture_of(told("part.started", 1.0, "super\x1b]0;visor", 2, **evil)))
+    assert "\x1b" not in shown
+    assert "[red]" in shown
 
 
 def test_the_picture_has_everything(tmp_path: Path) -> None:
-    """Step, curves, versions, members, queue, faults and events are on the screen."""
-    storm(tmp_path, steps=30, end=False)
-    out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(draw(look(tmp_path)))
-    shown = out.getvalue()
+    """Step, curves, versions, members, queue, faults and events are on the screen; before the
+    first event there is a picture too."""
+    assert "waiting for its first event" in drawn(look(tmp_path / "not there yet"))
+    storm(tmp_path, end=False)
+    shown = drawn(look(tmp_path))
     for wanted in (
         "step 30/30",
         "reward",
@@ -103,13 +103,6 @@ def test_the_picture_has_everything(tmp_path: Path) -> None:
         "step.trained",
     ):
         assert wanted in shown, wanted
-
-
-def test_an_empty_run_can_be_drawn(tmp_path: Path) -> None:
-    """Before the first event there is a picture too."""
-    out = io.StringIO()
-    Console(file=out, width=80).print(draw(look(tmp_path / "not there yet")))
-    assert "waiting for its first event" in out.getvalue()
 
 
 def test_in_a_real_terminal(tmp_path: Path) -> None:
@@ -149,16 +142,6 @@ def test_a_reader_that_goes_away_hurts_nobody(tmp_path: Path) -> None:
     viewer.stop()
     with pytest.raises(BrokenPipeError):
         out.close()
-
-
-async def test_watch_ends_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`watch` shows everything that was written before it was stopped."""
-    storm(tmp_path)
-    stop = asyncio.Event()
-    stop.set()
-    async with asyncio.timeout(HANG_S):
-        await watch(tmp_path, plain=True, stop=stop)
-    assert "finished after step 30" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

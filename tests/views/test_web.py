@@ -1,11 +1,11 @@
 """The page and its streams over real sockets; the report as a file."""
 
+import base64
+import contextlib
+import hashlib
 import http.client
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from holdfast.views.report import write_report
 from holdfast.views.web import Web
 from patience import HANG_S
 
-from .logs import House, storm
+from .logs import House, data_of, storm
 
 LIMIT_S = HANG_S
 
@@ -33,27 +33,26 @@ def web(tmp_path: Path) -> Iterator[Web]:
     server.stop()
 
 
-def get(web: Web, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+@contextlib.contextmanager
+def asked(web: Web, path: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    """An answer of the server, on a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=LIMIT_S)
-    try:
+    with contextlib.closing(connection):
         connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def get(web: Web, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    with asked(web, path, **headers) as answer:
         return answer, answer.read()
-    finally:
-        connection.close()
 
 
 def snapshots(web: Web) -> Generator[dict[str, Any], None, None]:
-    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=LIMIT_S)
-    connection.request("GET", "/events")
-    answer = connection.getresponse()
-    try:
+    with asked(web, "/events") as answer:
         while line := answer.readline():
             if line.startswith(b"data: "):
                 yield json.loads(line[6:])
-    finally:
-        answer.close()
-        connection.close()
 
 
 def test_the_page_is_closed_to_the_outside(web: Web) -> None:
@@ -96,19 +95,6 @@ def test_other_names_are_refused(web: Web, host: str, allowed: bool) -> None:
         assert allowed or b"holdfast_" not in body
 
 
-def test_a_given_name_is_allowed(tmp_path: Path) -> None:
-    """Behind a name of one's own the page works when the name was given."""
-    web = Web(tmp_path, names=["Run.Example"])
-    assert web.allows("run.example:80")
-    assert not web.allows("other.example")
-    web.stop()
-
-
-def test_loopback_is_the_default(web: Web) -> None:
-    """Nobody else on the network sees a run unless that was asked for."""
-    assert web.url == f"http://127.0.0.1:{web.port}/"
-
-
 def test_a_taken_port_is_a_clear_mistake(web: Web, tmp_path: Path) -> None:
     """Two pages on one port: the second says so."""
     with pytest.raises(Mistake, match=f"port {web.port}"):
@@ -123,15 +109,12 @@ def test_snapshots_come_as_things_happen(web: Web, tmp_path: Path) -> None:
     house.begin()
     house.train()
     seen: list[int] = []
-    for data in stream:
-        seen += [entry["n"] for entry in data["log"]]
-        if data["step"] == 1:
-            break
-    house.train()
-    for data in stream:
-        seen += [entry["n"] for entry in data["log"]]
-        if data["queue"]["acknowledged"] == 32:
-            break
+    for acknowledged in (16, 32):
+        for data in stream:
+            seen += [entry["n"] for entry in data["log"]]
+            if data["queue"]["acknowledged"] == acknowledged:
+                break
+        house.train()
     assert seen == list(range(1, len(seen) + 1))
     stream.close()
 
@@ -189,54 +172,23 @@ def test_the_report_is_one_file_with_everything(tmp_path: Path) -> None:
     storm(tmp_path)
     path = write_report(tmp_path)
     assert path == tmp_path / "report.html"
-    html = path.read_text()
+    html, data = path.read_text(), data_of(path)
     assert policy(live=False) in html
     assert "connect-src 'none'" in html
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
     assert "<img" not in html, "text from events cannot become a tag"
-    data = json.loads(found[1])
     assert data["final"]["steps"] == 30
     assert data["about"]["config"] == {"steps": 30}
     assert len(data["faults"]) == data["summary"]["faults"] == 7
     assert "<img src=x onerror=alert(1)>" in json.dumps(data["log"])
     assert list(tmp_path.glob(".report*")) == []
-
-
-def test_a_report_of_an_unfinished_run(tmp_path: Path) -> None:
-    """Without final.json, or with half of one, there is a report of what there is."""
-    storm(tmp_path, steps=4, end=False)
     (tmp_path / "final.json").write_text('{"steps": ')
-    assert '"final":{}' in write_report(tmp_path).read_text()
+    assert data_of(write_report(tmp_path))["final"] == {}, "half a file is none"
 
 
 def test_the_style_and_script_are_those_of_the_policy() -> None:
     """What the policy names by hash is what stands in the page."""
-    import base64
-    import hashlib
-
     for tag, rule in (("script", "script-src"), ("style", "style-src")):
         found = re.search(rf"<{tag}>(.*?)</{tag}>", page(), re.DOTALL)
         assert found is not None
         digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
         assert f"{rule} 'sha256-{digest}'" in policy(live=True)
-
-
-def test_as_a_process_of_its_own(tmp_path: Path) -> None:
-    """It prints one line with its address, serves, and ends with 0 on SIGTERM."""
-    storm(tmp_path)
-    command = [sys.executable, "-m", "holdfast.views.process", str(tmp_path), "--web"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            port = int(url.rpartition(":")[2].strip("/"))
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-            connection.request("GET", "/")
-            assert connection.getresponse().status == 200
-            connection.close()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT_S) == 0
-            assert process.stdout.read() == ""
-        finally:
-            process.kill()

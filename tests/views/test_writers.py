@@ -1,45 +1,43 @@
 """The curves for other people's tools."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import MissingPackage
-from holdfast.views.picture import Picture
 from holdfast.views.tail import look
-from holdfast.views.writers import metrics, scalars, write_tensorboard, write_wandb
+from holdfast.views.writers import (
+    metrics,
+    need_tensorboard,
+    need_wandb,
+    scalars,
+    write_tensorboard,
+)
 
-from .logs import storm, told
+from .logs import picture_of, storm, told
 
 
 def test_scalars_by_step() -> None:
     """What training and evaluation say of a step is together; what is no number is left out."""
-    picture = Picture()
-    trained = {"step": 2, "reward": 0.5, "exact": 0.25, "loss": None, "grad_norm": 1.0}
-    picture.take(told("step.trained", 1.0, "o", 5, 1, trained))
-    picture.take(told("eval.done", 1.1, "o", 5, 2, {"step": 2, "exact": 0.75, "reward": 0.9}))
-    assert list(scalars(picture)) == [
-        (
-            2,
-            {
-                "train/reward": 0.5,
-                "train/exact": 0.25,
-                "train/grad_norm": 1.0,
-                "train/lag": 0,
-                "train/seconds": 0.0,
-                "eval/exact": 0.75,
-                "eval/reward": 0.9,
-            },
-        )
-    ]
+    trained = told("step.trained", 1.0, "o", 5, step=2, reward=0.5, exact=0.25, loss=None)
+    tried = told("eval.done", 1.1, "o", 5, step=2, exact=0.75, reward=0.9)
+    expected = {"train/reward": 0.5, "train/exact": 0.25, "train/grad_norm": 0.0, "train/lag": 0}
+    expected |= {"train/seconds": 0.0, "eval/exact": 0.75, "eval/reward": 0.9}
+    assert list(scalars(picture_of(trained, tried))) == [(2, expected)]
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("package", "need"), [("tensorboardX", need_tensorboard), ("wandb", need_wandb)]
+)
+def test_a_missing_package_is_named(
+    package: str, need: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the package the error says what to install."""
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(MissingPackage, match="pip install tensorboardX"):
-        write_tensorboard(Picture(), tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackage, match=f"pip install {package}"):
+        need()
 
 
 def test_metrics_by_step(tmp_path: Path) -> None:
@@ -55,15 +53,6 @@ def test_metrics_by_step(tmp_path: Path) -> None:
         (1, {"train/reward": 0.5}),
         (2, {"train/reward": 0.75, "train/samples": 16, "eval/exact": 1.0}),
     ]
-
-
-def test_wandb_is_named_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the package the error says what to install."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingPackage, match="pip install wandb"):
-        write_wandb(tmp_path, run="run-1", config={}, facts={})
 
 
 def test_tensorboard_files(tmp_path: Path) -> None:

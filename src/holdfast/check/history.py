@@ -5,17 +5,17 @@ clock. Rules therefore go by file and line, by numbers and by terms wherever the
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar, cast
 
 from holdfast.check.schema import LineRefused, LinesDropped, PartDied, Record, RunBegun, RunEnded
 
-__all__ = ["SLACK_S", "Entry", "Flaw", "History", "Life", "MetricsLine", "grouped"]
+__all__ = ["SLACK_S", "Entry", "Flaw", "History", "Life", "MetricsLine"]
 
 E = TypeVar("E", bound=Record)
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 
 SLACK_S = 1.0
 """By how much two wall clocks may disagree."""
@@ -89,6 +89,25 @@ class History:
         """The events of one type."""
         return cast("list[Entry[E]]", self._by_type.get(kind, []))
 
+    def by(self, kind: type[E], key: Callable[[E], K]) -> dict[K, list[Entry[E]]]:
+        """The events of one type by what they are about, in order."""
+        found: dict[K, list[Entry[E]]] = defaultdict(list)
+        for entry in self.of(kind):
+            found[key(entry.event)].append(entry)
+        return dict(found)
+
+    def first(self, kind: type[E], key: Callable[[E], K]) -> dict[K, Entry[E]]:
+        """The first event of one type about each thing."""
+        return {about: entries[0] for about, entries in self.by(kind, key).items()}
+
+    def beside_first(
+        self, kind: type[E], key: Callable[[E], Hashable]
+    ) -> Iterator[tuple[Entry[E], Entry[E]]]:
+        """Each event of one type, behind the first one that is about the same."""
+        first = self.first(kind, key)
+        for entry in self.of(kind):
+            yield first[key(entry.event)], entry
+
     # ---- the run ---------------------------------------------------------------
 
     @cached_property
@@ -134,11 +153,3 @@ class History:
         refused = sum(one.event.kind in tags for one in self.of(LineRefused))
         dropped = sum(one.event.count for one in self.of(LinesDropped))
         return refused + dropped + len(self.cut)
-
-
-def grouped(entries: Iterable[Entry[E]], keys: Iterable[K]) -> dict[K, list[Entry[E]]]:
-    """Entries by their keys, in order."""
-    found: dict[K, list[Entry[E]]] = defaultdict(list)
-    for entry, key in zip(entries, keys, strict=True):
-        found[key].append(entry)
-    return dict(found)

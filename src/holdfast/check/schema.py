@@ -46,9 +46,7 @@ class RunBegun(Record, frozen=True, tag="run.begun"):
     """A supervisor begins, before it starts anything. One per life of the supervisor."""
 
     run: str
-    seed: int
     steps: int
-    resumed: bool
 
 
 class RunEnded(Record, frozen=True, tag="run.ended"):
@@ -64,9 +62,7 @@ class RunEnded(Record, frozen=True, tag="run.ended"):
 class PartDied(Record, frozen=True, tag="part.died"):
     """A process of the run has ended before the run."""
 
-    part: str
     child: int
-    code: int
 
 
 # ---- the orchestrator ----------------------------------------------------------
@@ -120,10 +116,8 @@ class EvalDone(Record, frozen=True, tag="eval.done"):
     """After what a version earned is durable."""
 
     step: int
-    version: int
     exact: float
     reward: float
-    prompts: int
 
 
 # ---- replicas ------------------------------------------------------------------
@@ -133,7 +127,6 @@ class RolloutLoaded(Record, frozen=True, tag="rollout.loaded"):
     """A version is in memory and acknowledged, and its pin is still held; nothing was made with it
     in this life before."""
 
-    replica: str
     version: int
     content: str
 
@@ -159,7 +152,6 @@ class RolloutMade(Record, frozen=True, tag="rollout.made"):
 class RolloutSpoilt(Record, frozen=True, tag="rollout.spoilt"):
     """An environment has failed on a group; before whoever asked is told."""
 
-    replica: str
     step: int
     group: int
 
@@ -232,7 +224,6 @@ class JobTaken(Record, frozen=True, tag="job.taken"):
 
     job: str
     epoch: int
-    host: str
 
 
 class JobStarted(Record, frozen=True, tag="job.started"):
@@ -240,7 +231,6 @@ class JobStarted(Record, frozen=True, tag="job.started"):
 
     job: str
     epoch: int
-    address: str
 
 
 class JobEnded(Record, frozen=True, tag="job.ended"):
@@ -287,14 +277,9 @@ class CrewStarted(Record, frozen=True, tag="launch.crew.started"):
 class FaultFired(Record, frozen=True, tag="fault.fired"):
     """A named point is about to act."""
 
-    point: str
-
 
 class ChaosStruck(Record, frozen=True, tag="chaos.struck"):
     """A fault was put on a process."""
-
-    target: str
-    action: str
 
 
 SCHEMA: dict[str, type[Record]] = {

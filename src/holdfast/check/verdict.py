@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.check.history import Entry, Flaw, History, MetricsLine
 
-__all__ = ["PROMISES", "Finding", "Result", "Rule", "Verdict", "judge", "rule"]
+__all__ = ["PROMISES", "Finding", "Result", "Rule", "Verdict", "judge", "rule", "unseen"]
 
 PROMISES = {
     1: "routes",
@@ -83,6 +83,11 @@ class Verdict(msgspec.Struct, frozen=True):
 def rule(name: str, promise: int, says: str) -> Callable[[Callable[[History], Result]], Rule]:
     """Make a function a rule."""
     return lambda function: Rule(name, promise, says, function)
+
+
+def unseen(reason: str) -> Callable[[History], Result]:
+    """What a rule says of something that event logs do not tell."""
+    return lambda _: Result(unchecked=reason)
 
 
 def judge(one: Rule, history: History) -> Verdict:

@@ -19,12 +19,11 @@ from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
 from holdfast.rollout.environments import Judge, Task
 
-__all__ = ["Ended", "Episode", "Said", "Say", "Speak", "play"]
+__all__ = ["Ended", "Episode", "Said", "Say", "play"]
 
 Ended = Literal["stop", "length"]
 Said = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]
 """The tokens of one sample, their log probabilities, and why it ended."""
-Speak = Callable[[Sequence[int], int, int], list[Said]]
 Say = Callable[[Sequence[int], int, int], Awaitable[list[Said]]]
 """(tokens so far, how many samples, seed) -> the samples"""
 
@@ -32,35 +31,25 @@ Say = Callable[[Sequence[int], int, int], Awaitable[list[Said]]]
 class Episode(msgspec.Struct, eq=False, kw_only=True):
     """One sample: the prompt and everything that was said, in order."""
 
-    tokens: npt.NDArray[np.int32]
-    made: npt.NDArray[np.bool_]
+    tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    made: npt.NDArray[np.bool_] = msgspec.field(default_factory=lambda: np.zeros(0, np.bool_))
     """Where the model generated."""
-    logprobs: npt.NDArray[np.float32]
+    logprobs: npt.NDArray[np.float32] = msgspec.field(
+        default_factory=lambda: np.zeros(0, np.float32)
+    )
     """0 where it did not."""
-    turns: list[str]
-    pieces: list[str]
+    turns: list[str] = []
+    pieces: list[str] = []
     """The text of each token that was made."""
-    ended: Ended
+    ended: Ended = "stop"
     """How the last turn ended."""
 
-
-class _Draft:
-    """An episode that is not over yet."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.tokens = list(prompt)
-        self.made = [False] * len(prompt)
-        self.logprobs = [0.0] * len(prompt)
-        self.turns: list[str] = []
-        self.pieces: list[str] = []
-        self.ended: Ended = "stop"
-
     def hear(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.made += [False] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
+        """The environment says something."""
+        self._add(tokens, [0.0] * len(tokens), made=False)
 
     def say(self, said: Said, decode: Callable[[Sequence[int]], str]) -> None:
+        """The model says something."""
         array, logprobs, ended = said
         tokens = [int(token) for token in array]
         if len(tokens) != len(logprobs) or ended not in ("stop", "length"):
@@ -68,22 +57,15 @@ class _Draft:
                 f"the sampler gave {len(tokens)} tokens, {len(logprobs)} log probabilities "
                 f"and {ended!r}"
             )
-        self.tokens += tokens
-        self.made += [True] * len(tokens)
-        self.logprobs += [float(value) for value in logprobs]
+        self._add(tokens, logprobs, made=True)
         self.turns.append(decode(tokens))
         self.pieces += [decode([token]) for token in tokens]
         self.ended = cast(Ended, ended)
 
-    def done(self) -> Episode:
-        return Episode(
-            tokens=np.array(self.tokens, np.int32),
-            made=np.array(self.made, np.bool_),
-            logprobs=np.array(self.logprobs, np.float32),
-            turns=self.turns,
-            pieces=self.pieces,
-            ended=self.ended,
-        )
+    def _add(self, tokens: Sequence[int], logprobs: "npt.ArrayLike", *, made: bool) -> None:
+        self.tokens = np.append(self.tokens, np.array(tokens, np.int32))
+        self.made = np.append(self.made, np.full(len(tokens), made))
+        self.logprobs = np.append(self.logprobs, np.array(logprobs, np.float32))
 
 
 async def play(
@@ -98,10 +80,7 @@ async def play(
     seed: int,
     begin: Sequence[int] = (),
 ) -> list[Episode]:
-    """Play `count` episodes of a task. `begin`: tokens before the prompt, if the model wants some.
-
-    `say` is a `Speak` that the caller can await: it runs wherever the caller wants it to.
-    """
+    """Play `count` episodes of a task. `begin`: what the model wants before the prompt."""
 
     async def ask(tokens: Sequence[int], samples: int, its_seed: int) -> list[Said]:
         said = await say(tokens, samples, its_seed)
@@ -112,18 +91,19 @@ async def play(
     if count < 1 or max_turns < 1:
         raise Mistake(f"count is {count} and max_turns {max_turns}: both must be 1 or more")
     prompt = [*begin, *encode(task.prompt)]
-    drafts = [_Draft(prompt) for _ in range(count)]
-    for draft, said in zip(drafts, await ask(prompt, count, seed), strict=True):
-        draft.say(said, decode)
-    going = list(enumerate(drafts))
+    episodes = [Episode() for _ in range(count)]
+    for episode, said in zip(episodes, await ask(prompt, count, seed), strict=True):
+        episode.hear(prompt)
+        episode.say(said, decode)
+    going = list(enumerate(episodes))
     for turn in range(1, max_turns):
-        replies = [(index, draft, await judge.reply(task, draft.turns)) for index, draft in going]
+        replies = [(index, one, await judge.reply(task, one.turns)) for index, one in going]
         going = []
-        for index, draft, reply in replies:
+        for index, episode, reply in replies:
             if reply is None:
                 continue
-            draft.hear(encode(reply))
-            (said,) = await ask(tuple(draft.tokens), 1, seed_of(seed, turn, index))
-            draft.say(said, decode)
-            going.append((index, draft))
-    return [draft.done() for draft in drafts]
+            episode.hear(encode(reply))
+            (said,) = await ask(episode.tokens.tolist(), 1, seed_of(seed, turn, index))
+            episode.say(said, decode)
+            going.append((index, episode))
+    return episodes

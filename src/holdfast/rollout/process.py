@@ -29,6 +29,8 @@ from holdfast.weights import Subscriber
 
 __all__ = ["ReplicaSettings", "main"]
 
+_HOST = "127.0.0.1"
+
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a replica needs to know."""
@@ -50,10 +52,6 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     limit_s: float = 10.0
     lora_rank: int = 0
     max_tokens: int = 0
-    device: str = "cpu"
-    threads: int = 1
-    host: str = "127.0.0.1"
-    lease_s: float = DEFAULTS.replica_lease_s
     vllm: dict[str, object] | None = None
     """How a vLLM server is started. None: our own engine, in this process."""
 
@@ -78,8 +76,8 @@ async def serve(settings: ReplicaSettings) -> None:
 async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asyncio.Event) -> None:
     async with contextlib.AsyncExitStack() as stack:
         sampler = await stack.enter_async_context(_sampler(settings))
-        listening = stack.enter_context(socket.create_server((settings.host, 0)))
-        address = f"http://{settings.host}:{listening.getsockname()[1]}"
+        listening = stack.enter_context(socket.create_server((_HOST, 0)))
+        address = f"http://{_HOST}:{listening.getsockname()[1]}"
         opened = await stack.enter_async_context(ledger.open(settings.ledger))
         store = stack.enter_context(transfer.connect(settings.store))
         queue = await stack.enter_async_context(
@@ -97,7 +95,7 @@ async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asynci
                 needs="latest",
                 address=address,
                 run=settings.run,
-                lease_s=settings.lease_s,
+                lease_s=DEFAULTS.replica_lease_s,
             )
         )
         replica = Replica(
@@ -123,8 +121,7 @@ def _sampler(settings: ReplicaSettings) -> Sampler:
         return VllmSampler(base, msgspec.convert(settings.vllm, VllmSettings), log)
     from holdfast.rollout.own_sampler import OwnSampler  # torch, which takes seconds
 
-    lora_rank, device, threads = settings.lora_rank, settings.device, settings.threads
-    return OwnSampler(base, lora_rank=lora_rank, device=device, threads=threads)
+    return OwnSampler(base, lora_rank=settings.lora_rank)
 
 
 class _Named(Record, frozen=True):
@@ -155,8 +152,7 @@ async def _listen(app: App, listening: socket.socket, stop: asyncio.Event) -> No
 def main() -> None:
     """Read the settings and serve."""
     settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=ReplicaSettings)
-    folder = Path(settings.folder) / "events"
-    private_folder(folder)
+    folder = private_folder(Path(settings.folder) / "events")
     events.configure(folder / f"{settings.name}.jsonl", process=settings.name)
     with as_program():
         asyncio.run(serve(settings))

@@ -12,17 +12,17 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from holdfast import events, faults
 from holdfast.errors import Corrupt, Mistake, Unavailable
 from holdfast.rollout.asks import Answer, Ask, keys_of
-from holdfast.rollout.environments import Judge, Spoilt
+from holdfast.rollout.environments import Judge, Purpose, Spoilt
 from holdfast.rollout.episodes import play
 from holdfast.rollout.happenings import Loaded, Made
 from holdfast.rollout.happenings import Spoilt as SpoiltEvent
 from holdfast.rollout.samples import items_of
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 
 if TYPE_CHECKING:
     from holdfast.rollout.sampler import Sampler
@@ -54,7 +54,6 @@ class Replica:
         *,
         max_tokens: int,
         max_turns: int,
-        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self.name = name
         self._sampler = sampler
@@ -64,7 +63,6 @@ class Replica:
         self._judge = judge
         self._max_tokens = max_tokens
         self._max_turns = max_turns
-        self._version_s = timeouts.replica_version_s
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -88,12 +86,10 @@ class Replica:
         try:
             answer = await self._play(ask)
         except Spoilt as error:
-            events.emit(
-                SpoiltEvent(
-                    replica=self.name, step=ask.step, group=ask.group, reason=str(error)[:500]
-                )
-            )
-            return Answer(spoilt=str(error)[:500])
+            why = str(error)[:500]
+            told = SpoiltEvent(replica=self.name, step=ask.step, group=ask.group, reason=why)
+            events.emit(told)
+            return Answer(spoilt=why)
         events.emit(
             Made(
                 replica=self.name,
@@ -113,7 +109,8 @@ class Replica:
 
     async def _play(self, ask: Ask) -> Answer:
         sampler = self._sampler
-        task = (await self._judge.tasks([ask.task_seed], _purpose(ask)))[0]
+        purpose: Purpose = "eval" if ask.purpose == "eval" else "train"
+        (task,) = await self._judge.tasks([ask.task_seed], purpose)
         episodes = await play(
             self._judge,
             task,
@@ -154,14 +151,10 @@ class Replica:
         """Have a version to speak with, and in the book as ours."""
         if self._sampler.has(version):
             return
-        await self._subscriber.wait_for(version, self._version_s)
+        await self._subscriber.wait_for(version, DEFAULTS.replica_version_s)
         async with self._subscriber.pin(version) as pin:
             await self._sampler.load(pin)
             await faults.apoint(LOADED)
             if version > (self._subscriber.acknowledged or -1):
                 await self._subscriber.acknowledge(version)
             events.emit(Loaded(replica=self.name, version=version, content=pin.version.content))
-
-
-def _purpose(ask: Ask) -> Literal["train", "eval"]:
-    return "eval" if ask.purpose == "eval" else "train"

@@ -5,17 +5,15 @@ with it.
 """
 
 import abc
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from holdfast.rollout.episodes import Said, Say, Speak
+from holdfast.rollout.episodes import Say
 
 if TYPE_CHECKING:
     from holdfast.weights.pin import Pin
 
-__all__ = ["Sampler", "ThreadSampler"]
+__all__ = ["Sampler"]
 
 
 class Sampler(abc.ABC):
@@ -60,29 +58,4 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def say(self, version: int, temperature: float, max_tokens: int) -> Say:
-        """What continues prompts with a version that it has."""
-
-
-class ThreadSampler(Sampler):
-    """A model in this process. What `speak` gives blocks, and is called from `thread` alone."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self.thread = ThreadPoolExecutor(1, "engine")
-
-    async def __aexit__(self, *_: object) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)
-
-    def say(self, version: int, temperature: float, max_tokens: int) -> Say:
-        """What `speak` gives, for the event loop: it runs in our thread."""
-        speak = self.speak(version, temperature, max_tokens)
-
-        async def say(tokens: Sequence[int], count: int, seed: int) -> list[Said]:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.thread, speak, tokens, count, seed)
-
-        return say
-
-    @abc.abstractmethod
-    def speak(self, version: int, temperature: float, max_tokens: int) -> Speak:
         """What continues prompts with a version that it has."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import Mistake
-
 __all__ = ["KINDS", "advantages"]
 
 Floats = npt.NDArray[np.float64]
@@ -24,15 +22,14 @@ Floats = npt.NDArray[np.float64]
 _EPS = 1e-6
 
 
-def _grpo(rewards: Floats) -> Floats:
-    centred = rewards - rewards.mean()
-    scaled: Floats = centred / (rewards.std() + _EPS)
-    return scaled
-
-
 def _dr_grpo(rewards: Floats) -> Floats:
     centred: Floats = rewards - rewards.mean()
     return centred
+
+
+def _grpo(rewards: Floats) -> Floats:
+    scaled: Floats = _dr_grpo(rewards) / (rewards.std() + _EPS)
+    return scaled
 
 
 def _rloo(rewards: Floats) -> Floats:
@@ -52,8 +49,6 @@ KINDS: dict[str, Callable[[Floats], Floats]] = {
 
 def advantages(kind: str, earned: Sequence[Floats], *, per_token: bool) -> list[Floats]:
     """The advantage of every token that was said, for each sample of one group."""
-    if kind not in KINDS:
-        raise Mistake(f"there is no advantage {kind!r}: there are {', '.join(KINDS)}")
     compare = KINDS[kind]
     given = [np.asarray(one, np.float64) for one in earned]
     if not per_token:

@@ -25,7 +25,11 @@ from holdfast.errors import Mistake, NotFound
 from holdfast.files import append_to, private_folder, write_private
 from holdfast.run.config import Config
 
-__all__ = ["Folder", "Secrets"]
+__all__ = ["ACCOUNT", "BASE", "JOB", "Folder", "Secrets"]
+
+ACCOUNT, JOB = "local", "trainer"
+BASE = "policy"
+"""The name of the base model at the trainer."""
 
 
 class Secrets(msgspec.Struct, frozen=True):
@@ -118,6 +122,7 @@ class Folder:
         """Write the secrets down."""
         write_private(self.path / "secrets.json", msgspec.json.encode(known))
 
-    def weights(self, account: str, job: str) -> Path:
+    @property
+    def weights(self) -> Path:
         """Where the trainer publishes."""
-        return self.path / "trainers" / account / job / "weights"
+        return self.path / "trainers" / ACCOUNT / JOB / "weights"

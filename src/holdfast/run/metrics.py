@@ -7,6 +7,7 @@ all of it anew in the order of the steps. So two runs with other faults end with
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,34 +29,25 @@ class Metrics:
         evaluated: Mapping[int, EvalDone],
     ) -> None:
         """Write what is known, in order."""
-        steps = {
-            step: msgspec.json.encode(metrics_line(step, committed[step], done[step]))
-            for step in sorted(done)
-        }
-        evals = {
-            step: msgspec.json.encode(eval_line(step, evaluated[step]))
-            for step in sorted(evaluated)
-        }
-        self._write(steps, evals)
+        lines = []
+        for step in sorted(done):
+            lines.append(metrics_line(step, committed[step], done[step]))
+            if step in evaluated:
+                lines.append(eval_line(step, evaluated[step]))
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        draft.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+        draft.replace(self._path)
 
-    def step(self, step: int, record: StepRecord, done: StepDone) -> None:
-        """A step is done."""
-        self._add(msgspec.json.encode(metrics_line(step, record, done)))
+    def step(self, step: int, record: StepRecord, done: StepDone) -> dict[str, Any]:
+        """A step is done; returns its line."""
+        line = metrics_line(step, record, done)
+        self._add(line)
+        return line
 
     def evaluation(self, step: int, done: EvalDone) -> None:
         """A version was evaluated."""
-        self._add(msgspec.json.encode(eval_line(step, done)))
+        self._add(eval_line(step, done))
 
-    def _add(self, line: bytes) -> None:
+    def _add(self, line: dict[str, Any]) -> None:
         with self._path.open("ab") as file:
-            file.write(line + b"\n")
-
-    def _write(self, steps: Mapping[int, bytes], evals: Mapping[int, bytes]) -> None:
-        lines = []
-        for step, line in steps.items():
-            lines.append(line)
-            if step in evals:
-                lines.append(evals[step])
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        draft.write_bytes(b"".join(line + b"\n" for line in lines))
-        draft.replace(self._path)
+            file.write(msgspec.json.encode(line) + b"\n")

@@ -30,19 +30,12 @@ from holdfast.rollout.asks import TASK, Ask, keys_of
 from holdfast.run import plan
 from holdfast.run.advantages import advantages
 from holdfast.run.config import Config
-from holdfast.run.happenings import (
-    Acknowledged,
-    Committed,
-    Dropped,
-    Evaluated,
-    Repaired,
-    Trained,
-)
+from holdfast.run.happenings import Acknowledged, Committed, Dropped, Evaluated, Repaired, Trained
 from holdfast.run.metrics import Metrics
 from holdfast.run.pool import Pool
 from holdfast.run.records import Drop, EvalDone, ModelRecord, RunDone, StepDone, StepRecord
 from holdfast.run.steps import Steps
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.queue import Batch, Queue, Sample
 
 __all__ = ["Orchestrator", "has_ended"]
@@ -55,6 +48,8 @@ FINISHED = faults.declare("run.step.done", "a step is done on record, nothing ac
 
 _FINAL = "final"
 _REPAIRS = 3
+_ADAM = {"learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"}
+_COMMITTED = ("version", "keys", "dropped", "numbers")
 _BEHIND = 8
 """Steps that an evaluation may be behind: the trainer keeps twice as many versions."""
 
@@ -71,8 +66,6 @@ class Orchestrator:
         pool: Pool,
         model: ModelRecord,
         metrics: Metrics,
-        *,
-        timeouts: Timeouts = DEFAULTS,
     ) -> None:
         self._config = config
         self._steps = steps
@@ -81,7 +74,6 @@ class Orchestrator:
         self._pool = pool
         self._model = model
         self._metrics = metrics
-        self._timeouts = timeouts
         self._published = 0
         self._news = asyncio.Condition()
         self._last = time.monotonic()
@@ -169,7 +161,7 @@ class Orchestrator:
     async def _claim(self, keys: Sequence[str]) -> Batch:
         while True:
             with contextlib.suppress(Retriable):
-                return await self._queue.claim(TASK, keys=keys, timeout_s=self._timeouts.claim_s)
+                return await self._queue.claim(TASK, keys=keys, timeout_s=DEFAULTS.claim_s)
 
     # ---- training --------------------------------------------------------------
 
@@ -204,7 +196,7 @@ class Orchestrator:
         mine = StepRecord(
             keys=tuple(batch.keys),
             version=plan.version_for(step, rollout.lag),
-            numbers=(numbers.forward_backward, numbers.optim_step, numbers.publish),
+            numbers=tuple(numbers),
             dropped=tuple(dropped),
             reward=sum(float(one["reward"] or 0.0) for one in tags) / count,
             exact=sum(bool(one["exact"]) for one in tags) / count,
@@ -212,16 +204,8 @@ class Orchestrator:
         record, ours = await self._steps.once(self._steps.keys.commit(step), mine)
         if record != mine:
             raise HoldfastError(f"step {step} was committed with other samples: start again")
-        events.emit(
-            Committed(
-                step=step,
-                version=record.version,
-                keys=record.keys,
-                dropped=record.dropped,
-                numbers=record.numbers,
-                ours=ours,
-            )
-        )
+        facts: Any = {name: getattr(record, name) for name in _COMMITTED}
+        events.emit(Committed(step=step, **facts, ours=ours))
         return record
 
     async def _data(self, batch: Batch, record: StepRecord) -> list[dict[str, Any]]:
@@ -258,16 +242,7 @@ class Orchestrator:
         return await self._learn(await self._data(batch, record), numbers)
 
     def _ask(self, step: int, group: int, *, repair: bool = False) -> Ask:
-        rollout = self._config.rollout
-        return plan.train_ask(
-            self._config.seed,
-            step,
-            group,
-            lag=rollout.lag,
-            count=rollout.samples,
-            temperature=rollout.temperature,
-            repair=repair,
-        )
+        return plan.train_ask(self._config, step, group, repair=repair)
 
     async def _learn(
         self, data: list[dict[str, Any]], numbers: plan.Numbers
@@ -284,16 +259,7 @@ class Orchestrator:
             "optim_step",
             model,
             numbers.optim_step,
-            {
-                "adam_params": {
-                    "learning_rate": train.learning_rate,
-                    "beta1": train.beta1,
-                    "beta2": train.beta2,
-                    "eps": train.eps,
-                    "weight_decay": train.weight_decay,
-                    "grad_clip_norm": train.grad_clip_norm,
-                }
-            },
+            {"adam_params": train.model_dump(include=_ADAM)},
         )
         await faults.apoint(PROMISED)
         output, stepped = await forward.result(), await step.result()
@@ -324,21 +290,9 @@ class Orchestrator:
 
     async def _tell(self, step: int, record: StepRecord, done: StepDone) -> None:
         now = time.monotonic()
-        self._metrics.step(step, record, done)
-        events.emit(
-            Trained(
-                step=step,
-                version=step,
-                content=done.content,
-                loss=done.loss,
-                grad_norm=done.grad_norm,
-                reward=record.reward,
-                exact=record.exact,
-                samples=len(record.keys),
-                lag=step - 1 - record.version,
-                seconds=round(now - self._last, 3),
-            )
-        )
+        facts = self._metrics.step(step, record, done)
+        del facts["dropped"]
+        events.emit(Trained(**facts, seconds=round(now - self._last, 3)))
         self._last = now
 
     # ---- evaluation, and the end -------------------------------------------------
@@ -361,15 +315,8 @@ class Orchestrator:
         )
         done, _ = await self._steps.once(self._steps.keys.evaluated(step), mine)
         self._metrics.evaluation(step, done)
-        events.emit(
-            Evaluated(
-                step=step,
-                version=step,
-                exact=done.exact,
-                reward=done.reward,
-                prompts=done.prompts,
-            )
-        )
+        facts: Any = {name: getattr(done, name) for name in ("exact", "reward", "prompts")}
+        events.emit(Evaluated(step=step, version=step, **facts))
 
     async def _end(self) -> None:
         """Save everything under a name, and say that it is done."""
@@ -387,7 +334,7 @@ class Orchestrator:
         while True:
             with contextlib.suppress(Retriable):
                 await self._client.heartbeat(self._model.session)
-            await asyncio.sleep(self._timeouts.session_heartbeat_s)
+            await asyncio.sleep(DEFAULTS.session_heartbeat_s)
 
 
 async def has_ended(steps: Steps, metrics: Metrics) -> bool:

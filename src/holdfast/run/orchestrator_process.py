@@ -20,6 +20,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run import plan
 from holdfast.run.config import Config
+from holdfast.run.folder import ACCOUNT, BASE, JOB, Folder
 from holdfast.run.metrics import Metrics
 from holdfast.run.orchestrator import Orchestrator, has_ended
 from holdfast.run.pool import Pool
@@ -35,54 +36,33 @@ _MODEL_SEQ = 0
 
 
 class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an orchestrator needs to know."""
+    """What an orchestrator needs to know: everything else is in the run's folder."""
 
-    run: str
-    ledger: str
-    store: str
     folder: str
-    weights: str
     gateway: str
-    account: str
-    job: str
-    key: str
-    token: str
-    base: str
-    """The name of the base model at the trainer."""
-    config: dict[str, object]
-    lease_s: float = DEFAULTS.orchestrator_lease_s
 
 
-async def orchestrate(settings: OrchestratorSettings) -> None:
+async def orchestrate(folder: Folder, gateway: str) -> None:
     """Be the orchestrator until the run is done."""
-    config = Config.model_validate(settings.config)
-    target = Target.of(
-        settings.gateway, api_key=settings.key, account=settings.account, job=settings.job
-    )
+    config, run, known = folder.config, folder.run, folder.secrets()
+    target = Target.of(gateway, api_key=known.key, account=ACCOUNT, job=JOB)
+    lease_s = DEFAULTS.orchestrator_lease_s
     async with contextlib.AsyncExitStack() as stack:
-        opened = await stack.enter_async_context(ledger.open(settings.ledger))
+        opened = await stack.enter_async_context(ledger.open(folder.ledger))
         runtime = LiveRuntime(opened)
-        steps = Steps(runtime, settings.run)
-        metrics = Metrics(Path(settings.folder) / "metrics.jsonl")
+        steps = Steps(runtime, run)
+        metrics = Metrics(folder.path / "metrics.jsonl")
         if await has_ended(steps, metrics):
             return
-        store = stack.enter_context(transfer.connect(settings.store))
+        store = stack.enter_context(transfer.connect(folder.store))
         queue = await stack.enter_async_context(
-            Queue(
-                store,
-                opened,
-                QUEUE,
-                TASKS,
-                run=settings.run,
-                member="orchestrator",
-                lease_s=settings.lease_s,
-            )
+            Queue(store, opened, QUEUE, TASKS, run=run, member="orchestrator", lease_s=lease_s)
         )
         client = await stack.enter_async_context(Client(target))
-        model = await _model(client, steps, settings.base, config)
-        book = Channel(settings.weights, opened, model.channel, run=settings.run).book("run")
+        model = await _model(client, steps, BASE, config)
+        book = Channel(folder.weights, opened, model.channel, run=run).book("run")
         pool = await stack.enter_async_context(
-            Pool(runtime, book, settings.token, patience_s=config.rollout.patience_s)
+            Pool(runtime, book, known.token, patience_s=config.rollout.patience_s)
         )
         await Orchestrator(config, steps, queue, client, pool, model, metrics).run()
 
@@ -110,8 +90,8 @@ async def _model(client: Client, steps: Steps, base: str, config: Config) -> Mod
     return (await steps.once(steps.keys.model, record))[0]
 
 
-async def _until_signal(settings: OrchestratorSettings) -> None:
-    work = asyncio.ensure_future(orchestrate(settings))
+async def _until_signal(folder: Folder, gateway: str) -> None:
+    work = asyncio.ensure_future(orchestrate(folder, gateway))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, work.cancel)
@@ -121,11 +101,11 @@ async def _until_signal(settings: OrchestratorSettings) -> None:
 def main() -> None:
     """Read the settings and orchestrate."""
     settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=OrchestratorSettings)
-    folder = Path(settings.folder) / "events"
-    private_folder(folder)
-    events.configure(folder / "orchestrator.jsonl", process="orchestrator")
+    folder = Folder.find(Path(settings.folder))
+    logs = private_folder(folder.path / "events")
+    events.configure(logs / "orchestrator.jsonl", process="orchestrator")
     try:
-        asyncio.run(_until_signal(settings))
+        asyncio.run(_until_signal(folder, settings.gateway))
     except asyncio.CancelledError:
         sys.exit(143)
     except (HoldfastError, ExceptionGroup) as error:

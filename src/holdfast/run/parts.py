@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from holdfast.engine.directory import read_config
 from holdfast.engine.tiny import make_tiny
@@ -16,15 +17,13 @@ from holdfast.proc.forkserver import ForkServer
 from holdfast.proc.restarts import RestartPolicy
 from holdfast.rollout.process import ReplicaSettings
 from holdfast.run.ending import state_of
-from holdfast.run.folder import Folder, Secrets
+from holdfast.run.folder import BASE, Folder, Secrets
 from holdfast.run.orchestrator_process import OrchestratorSettings
 from holdfast.run.records import Keys
 
-__all__ = ["ACCOUNT", "JOB", "ORCHESTRATOR", "base_directory", "parts_of"]
+__all__ = ["ORCHESTRATOR", "base_directory", "parts_of"]
 
-ACCOUNT, JOB = "local", "trainer"
 ORCHESTRATOR = "orchestrator"
-_BASE = "policy"
 _RESTARTS = 1000
 """How often a trainer may die early: here, somebody kills it on purpose."""
 
@@ -43,75 +42,51 @@ def parts_of(
     folder: Folder, base: Path, known: Secrets, port: int, forks: ForkServer, *, line: int = 0
 ) -> list[Part]:
     """All of them; the orchestrator comes last. It reaches the gateway on `line`, if given."""
-    config, path, run, url = folder.config, folder.path, folder.run, folder.ledger
-    logs, weights = path / "logs", str(folder.weights(ACCOUNT, JOB))
-    gateway = GatewaySettings(
-        run=run, ledger=url, name="gateway", folder=str(path), port=port, access_log=False
-    )
+    path, logs = str(folder.path), folder.path / "logs"
+    shared: Any = {"run": folder.run, "ledger": folder.ledger, "folder": path}
+    gateway = GatewaySettings(name="gateway", port=port, access_log=False, **shared)
+    trainers = {"default": _trainer(folder, base)}
     host = HostSettings(
-        run=run,
-        ledger=url,
-        name="host",
-        folder=str(path),
-        trainers={"default": _trainer(folder, base)},
-        capacity=1,
-        restarts=_RESTARTS,
-        grace_s=3.0,
+        name="host", trainers=trainers, capacity=1, restarts=_RESTARTS, grace_s=3.0, **shared
     )
     parts = [
         Part("gateway", "holdfast.gateway.process", gateway, logs / "gateway.log", forks),
         Part("host", "holdfast.jobs.host_process", host, logs / "host.log", forks),
     ]
-    vllm = _vllm(folder)
-    for number in range(config.rollout.replicas):
+    for number in range(folder.config.rollout.replicas):
         name = f"replica-{number}"
-        settings = ReplicaSettings(
-            run=run,
-            ledger=url,
-            name=name,
-            folder=str(path),
-            store=folder.store,
-            model=str(base),
-            weights=weights,
-            channel_key=Keys(run).model,
-            token=known.token,
-            environment=config.environment.name,
-            options=config.environment.options,
-            limit_s=config.environment.limit_s,
-            lora_rank=config.model.lora_rank,
-            max_tokens=config.rollout.max_tokens,
-            vllm=vllm,
-        )
+        settings = ReplicaSettings(name=name, **shared, **_replica(folder, base, known.token))
         log = logs / f"{name}.log"
         parts.append(Part(name, "holdfast.rollout.process", settings, log, forks))
-    orchestrator = OrchestratorSettings(
-        run=run,
-        ledger=url,
-        store=folder.store,
-        folder=str(path),
-        weights=weights,
-        gateway=f"http://127.0.0.1:{line or port}",
-        account=ACCOUNT,
-        job=JOB,
-        key=known.key,
-        token=known.token,
-        base=_BASE,
-        config=config.model_dump(mode="json"),
+    orchestrator = Part(
+        ORCHESTRATOR,
+        "holdfast.run.orchestrator_process",
+        OrchestratorSettings(folder=path, gateway=f"http://127.0.0.1:{line or port}"),
+        logs / "orchestrator.log",
+        forks,
+        # A step that was done is its progress, however long a life has lasted.
+        policy=RestartPolicy(well_s=math.inf),
+        progress=lambda: state_of(folder)[0],
     )
-    log = logs / "orchestrator.log"
-    parts.append(
-        Part(
-            ORCHESTRATOR,
-            "holdfast.run.orchestrator_process",
-            orchestrator,
-            log,
-            forks,
-            # A step that was done is its progress, however long a life has lasted.
-            policy=RestartPolicy(well_s=math.inf),
-            progress=lambda: state_of(folder)[0],
-        )
-    )
-    return parts
+    return [*parts, orchestrator]
+
+
+def _replica(folder: Folder, base: Path, token: str) -> Any:
+    """What all replicas are told."""
+    config = folder.config
+    return {
+        "store": folder.store,
+        "model": str(base),
+        "weights": str(folder.weights),
+        "channel_key": Keys(folder.run).model,
+        "token": token,
+        "environment": config.environment.name,
+        "options": config.environment.options,
+        "limit_s": config.environment.limit_s,
+        "lora_rank": config.model.lora_rank,
+        "max_tokens": config.rollout.max_tokens,
+        "vllm": _vllm(folder),
+    }
 
 
 def _vllm(folder: Folder) -> dict[str, object] | None:
@@ -130,6 +105,6 @@ def _vllm(folder: Folder) -> dict[str, object] | None:
 
 def _trainer(folder: Folder, base: Path) -> str:
     train = folder.config.train
-    given = ["--model", f"{_BASE}={base}", "--store", folder.store]
+    given = ["--model", f"{BASE}={base}", "--store", folder.store]
     given += ["--ranks", str(train.ranks), "--spares", str(train.spares)]
     return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])

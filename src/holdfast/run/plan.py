@@ -8,10 +8,11 @@ So whoever takes over, wherever its predecessor was, sends the same operations u
 numbers, and asks for the same samples.
 """
 
-import msgspec
+from typing import NamedTuple
 
 from holdfast.engine.noise import seed_of
 from holdfast.rollout.asks import Ask
+from holdfast.run.config import Config
 
 __all__ = ["FIRST_PUBLISH", "Numbers", "eval_ask", "numbers", "save_number", "train_ask"]
 __all__ += ["version_for"]
@@ -19,7 +20,7 @@ __all__ += ["version_for"]
 FIRST_PUBLISH = 1
 
 
-class Numbers(msgspec.Struct, frozen=True):
+class Numbers(NamedTuple):
     """The numbers of a step's operations."""
 
     forward_backward: int
@@ -42,26 +43,17 @@ def save_number(steps: int) -> int:
     return 3 * steps + 2
 
 
-def train_ask(
-    seed: int,
-    step: int,
-    group: int,
-    *,
-    lag: int,
-    count: int,
-    temperature: float,
-    repair: bool = False,
-) -> Ask:
+def train_ask(config: Config, step: int, group: int, *, repair: bool = False) -> Ask:
     """A group of a step."""
     return Ask(
         purpose="train",
         step=step,
         group=group,
-        version=version_for(step, lag),
-        task_seed=seed_of("train", seed, step, group),
-        seed=seed_of("sample", seed, step, group),
-        count=count,
-        temperature=temperature,
+        version=version_for(step, config.rollout.lag),
+        task_seed=seed_of("train", config.seed, step, group),
+        seed=seed_of("sample", config.seed, step, group),
+        count=config.rollout.samples,
+        temperature=config.rollout.temperature,
         repair=repair,
     )
 

@@ -16,7 +16,7 @@ from holdfast.errors import Mistake, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.runtime import Runtime
 from holdfast.retry import insist
 from holdfast.rollout.asks import Answer, Ask
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book
 
 __all__ = ["Pool"]
@@ -36,15 +36,7 @@ class _Replica:
 class Pool:
     """Asks replicas. Use `async with`."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        book: Book,
-        token: str,
-        *,
-        patience_s: float,
-        timeouts: Timeouts = DEFAULTS,
-    ) -> None:
+    def __init__(self, runtime: Runtime, book: Book, token: str, *, patience_s: float) -> None:
         self._runtime = runtime
         self._book = book
         self._patience_s = patience_s
@@ -52,7 +44,7 @@ class Pool:
         """By address: a new life of a replica is another replica."""
         self._changed = asyncio.Event()
         """Set when somebody may have time now."""
-        limits = httpx.Timeout(timeouts.replica_call_s, connect=timeouts.replica_connect_s)
+        limits = httpx.Timeout(DEFAULTS.replica_call_s, connect=DEFAULTS.replica_connect_s)
         self._http = httpx.AsyncClient(
             headers={"x-run-token": token}, timeout=limits, trust_env=False
         )
@@ -67,11 +59,6 @@ class Pool:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         await self._http.aclose()
-
-    @property
-    def names(self) -> list[str]:
-        """The replicas that are there."""
-        return sorted(one.name for one in self._replicas.values())
 
     # ---- who is there ----------------------------------------------------------
 
@@ -96,22 +83,13 @@ class Pool:
     async def _take(self, apart: set[str]) -> _Replica:
         """Wait for a replica that has time, and count ourselves in."""
         while True:
-            free = [
-                one
-                for one in self._replicas.values()
-                if one.busy < _AT_ONCE and one.address not in apart
-            ]
-            if free:
+            there = [one for one in self._replicas.values() if one.address not in apart]
+            if free := [one for one in there if one.busy < _AT_ONCE]:
                 chosen = min(free, key=lambda one: (one.failures, one.busy))
                 chosen.busy += 1
                 return chosen
             self._changed.clear()
             await self._changed.wait()
-
-    def _give_back(self, replica: _Replica, *, failed: bool) -> None:
-        replica.busy -= 1
-        replica.failures = replica.failures + 1 if failed else 0
-        self._changed.set()
 
     # ---- asking ----------------------------------------------------------------
 
@@ -150,13 +128,15 @@ class Pool:
         return None
 
     async def _ask(self, replica: _Replica, ask: Ask) -> Answer:
-        failed = True
+        failures = replica.failures + 1
         try:
             answer = await self._post(replica, ask)
-            failed = False
+            failures = 0
             return answer
         finally:
-            self._give_back(replica, failed=failed)
+            replica.busy -= 1
+            replica.failures = failures
+            self._changed.set()
 
     async def _post(self, replica: _Replica, ask: Ask) -> Answer:
         try:

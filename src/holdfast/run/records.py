@@ -8,6 +8,8 @@
 /runs/RUN/steps/end          RunDone: everything is done
 """
 
+from typing import Any
+
 from holdfast.ledger import join
 from holdfast.ledger.records import Record
 
@@ -90,7 +92,7 @@ class Keys:
         return f"{self.root}drop/{step:08}/{group:05}"
 
 
-def metrics_line(step: int, record: StepRecord, done: StepDone) -> dict[str, object]:
+def metrics_line(step: int, record: StepRecord, done: StepDone) -> dict[str, Any]:
     """A step's line in metrics.jsonl: nothing in it depends on timing."""
     return {
         "step": step,
@@ -106,6 +108,6 @@ def metrics_line(step: int, record: StepRecord, done: StepDone) -> dict[str, obj
     }
 
 
-def eval_line(step: int, done: EvalDone) -> dict[str, object]:
+def eval_line(step: int, done: EvalDone) -> dict[str, Any]:
     """An evaluation's line in metrics.jsonl."""
     return {"step": step, "eval_exact": done.exact, "eval_reward": done.reward}

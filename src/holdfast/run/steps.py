@@ -12,7 +12,7 @@ from holdfast.ledger.records import Record, decode, load, put
 from holdfast.ledger.runtime import Runtime
 from holdfast.retry import insist
 from holdfast.run.records import EvalDone, Keys, StepDone, StepRecord
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Steps"]
 
@@ -23,10 +23,9 @@ T = TypeVar("T")
 class Steps:
     """Reads and writes them."""
 
-    def __init__(self, runtime: Runtime, run: str, timeouts: Timeouts = DEFAULTS) -> None:
+    def __init__(self, runtime: Runtime, run: str) -> None:
         self.keys = Keys(run)
         self._runtime = runtime
-        self._timeouts = timeouts
 
     @property
     def _ledger(self) -> Ledger:
@@ -53,7 +52,7 @@ class Steps:
         return None if there is None else there.record
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        until = self._runtime.now() + self._timeouts.ledger_away_s
+        until = self._runtime.now() + DEFAULTS.ledger_away_s
         return await insist(self._runtime, call, until=until)
 
     async def _all(self, prefix: str, kind: type[R]) -> dict[int, R]:

@@ -26,9 +26,9 @@ from holdfast.proc import supervisor as proc_supervisor
 from holdfast.proc.forkserver import begin
 from holdfast.proc.ports import reserve
 from holdfast.run.ending import state_of
-from holdfast.run.folder import Folder
+from holdfast.run.folder import ACCOUNT, JOB, Folder
 from holdfast.run.happenings import Begun, Ended, PartDied, PartStarted
-from holdfast.run.parts import ACCOUNT, JOB, ORCHESTRATOR, base_directory, parts_of
+from holdfast.run.parts import ORCHESTRATOR, base_directory, parts_of
 from holdfast.run.records import RunDone
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer import shm

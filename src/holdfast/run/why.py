@@ -11,8 +11,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.rollout.asks import QUEUE, keys_of
 from holdfast.run import plan
-from holdfast.run.folder import Folder
-from holdfast.run.parts import ACCOUNT, JOB
+from holdfast.run.folder import ACCOUNT, JOB, Folder
 from holdfast.run.records import Drop, ModelRecord, RunDone, StepRecord
 from holdfast.run.steps import Steps
 from holdfast.trainer.records import Keys as TrainerKeys
@@ -112,8 +111,8 @@ class _Look:
         return found
 
     async def _replicas(self, model: ModelRecord) -> list[Reason]:
-        weights = self._folder.weights(ACCOUNT, JOB)
-        channel = Channel(weights, self._ledger, model.channel, run=self._folder.run)
+        folder = self._folder
+        channel = Channel(folder.weights, self._ledger, model.channel, run=folder.run)
         view = await channel.book("why").view()
         found = [
             Reason(

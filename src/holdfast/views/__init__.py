@@ -4,7 +4,6 @@
     tail                                                 follows the files of a run's folder
     lines, drawing, terminal; page, web, report          what people see
     writers                                              for TensorBoard
-    process                                              a view as a process of its own
 
 A view only reads. It needs none of the parts that write the events: what it shows of an
 event it looks up by the event's type, and what it does not know it counts and lists.

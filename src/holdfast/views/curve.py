@@ -47,9 +47,6 @@ class Curve:
         """The points that are kept, in order."""
         return list(self._points)
 
-    def __len__(self) -> int:
-        return len(self._points)
-
     @property
     def first(self) -> Point | None:
         """The first point, if there is any."""

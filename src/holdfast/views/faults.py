@@ -61,7 +61,6 @@ class Faults:
     def __init__(self) -> None:
         self.kept: deque[Fault] = deque(maxlen=MAX_FAULTS)
         self.total = 0
-        self.healed = 0
         self._open: list[Fault] = []  # since the last finished step
         self._calm: deque[float] = deque(maxlen=_PACES)
         self._rough: deque[float] = deque(maxlen=_PACES)
@@ -97,7 +96,6 @@ class Faults:
         for fault in self.kept:
             if fault.healed_s is None and fault.clause == clause and fault.target == target:
                 fault.healed_s = seconds
-                self.healed += 1
                 return
 
     def again(self, member: str, at: float) -> None:

@@ -6,18 +6,7 @@ A death and the start that follows it within a second are one line. Pure.
 from typing import Any
 
 from holdfast.events import Event, Unknown
-from holdfast.jobs.host import Ended as JobEnded
-from holdfast.jobs.host import Started
-from holdfast.rollout.happenings import Spoilt
-from holdfast.run.happenings import (
-    Begun,
-    Dropped,
-    Ended,
-    Evaluated,
-    PartDied,
-    PartStarted,
-    Trained,
-)
+from holdfast.run import happenings as run
 from holdfast.text import clean
 from holdfast.views.members import signal_name
 from holdfast.views.picture import Picture
@@ -26,6 +15,7 @@ from holdfast.views.told import kind_of, text_of
 
 __all__ = ["Lines", "closing"]
 
+_AS_THEY_ARE = ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck")
 _TOGETHER_S = 1.0
 """What comes within so long of a death is told with it: how lines are written, no setting."""
 
@@ -49,23 +39,26 @@ class Lines:
 
     def _of(self, event: Event, picture: Picture) -> list[str]:
         match event:
-            case Begun():
+            case run.Begun():
                 again = f", goes on after step {picture.step}" if event.resumed else ""
                 return [f"run {event.run}: {event.steps} steps, seed {event.seed}{again}"]
-            case Ended():
+            case run.Ended():
                 return closing(picture)
-            case Trained():
+            case run.Trained():
                 return [_step(event, picture.steps)]
-            case Evaluated():
+            case run.Evaluated():
                 return [_eval(event)]
-            case PartDied():
+            case run.PartDied():
                 self._deaths[event.part] = (event.at, f"died ({signal_name(event.code)})")
                 return []
-            case PartStarted():
+            case run.PartStarted():
                 return self._restarted(event, picture)
-        return _other(event)
+        kind = kind_of(event)
+        if kind in _AS_THEY_ARE:
+            return [f"{event.process}: {kind}  {text_of(event)}"]
+        return [] if isinstance(event, Unknown) else _other(kind, event)
 
-    def _restarted(self, part: PartStarted, picture: Picture) -> list[str]:
+    def _restarted(self, part: run.PartStarted, picture: Picture) -> list[str]:
         """A restart; not of those that went with the supervisor: that it goes on says it all."""
         _, death = self._deaths.pop(part.part, (0.0, ""))
         member = picture.members.known.get(part.part)
@@ -88,7 +81,7 @@ def closing(picture: Picture) -> list[str]:
     return lines
 
 
-def _step(step: Trained, steps: int) -> str:
+def _step(step: run.Trained, steps: int) -> str:
     width = len(str(steps))
     return (
         f"step  {step.step:>{width}}/{steps}  reward {step.reward:.2f}  exact {step.exact:.2f}  "
@@ -96,32 +89,24 @@ def _step(step: Trained, steps: int) -> str:
     )
 
 
-def _eval(held: Evaluated) -> str:
+def _eval(held: run.Evaluated) -> str:
     return (
         f"eval  {held.step:>3}  exact {held.exact:.2f}  reward {held.reward:.2f}  "
         f"({held.prompts} held-out prompts)"
     )
 
 
-def _other(event: Event) -> list[str]:
-    match event:
-        case Started():
-            return [f"trainer {event.job} serves as epoch {event.epoch}"]
-        case JobEnded():
-            return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
-        case Dropped():
-            return [f"step {event.step} does without group {event.group}: {event.reason}"]
-        case Spoilt():
-            return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
-    kind = kind_of(event)
-    if kind in ("trainer.quarantined", "trainer.differs", "events.dropped", "weights.stuck"):
-        return [f"{event.process}: {kind}  {text_of(event)}"]
-    return [] if isinstance(event, Unknown) else _rare(kind, event)
-
-
-def _rare(kind: str, event: Any) -> list[str]:
-    """Of events whose classes take long to import; `event` is of the class of its kind."""
+def _other(kind: str, event: Any) -> list[str]:
+    """Of events whose classes may take long to import; `event` is of the class of its kind."""
     match kind:
+        case "job.started":
+            return [f"trainer {event.job} serves as epoch {event.epoch}"]
+        case "job.ended":
+            return [f"trainer {event.job}: epoch {event.epoch} {event.how}: {event.reason}"]
+        case "group.dropped":
+            return [f"step {event.step} does without group {event.group}: {event.reason}"]
+        case "rollout.spoilt":
+            return [f"step {event.step} has spoilt group {event.group}: {event.reason}"]
         case "chaos.struck":
             where = f" at {event.point}" if event.point else ""
             return [f"chaos: {event.action} {event.target} in step {event.step}{where}"]

@@ -183,10 +183,6 @@ class Members:
             if name.startswith(TRAINER):
                 self.end(pid, at, how)
 
-    def deaths(self) -> int:
-        """How often members have died."""
-        return sum(member.deaths for member in self.known.values())
-
     def sorted(self) -> list[Member]:
         """In the order in which people look for them."""
 

@@ -6,25 +6,15 @@ Memory is bounded: curves are thinned, lists keep their ends.
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast.events import Event, Unknown
 from holdfast.faults import FaultFired
-from holdfast.jobs.host import Ended as JobEnded
-from holdfast.jobs.host import Started, Taken
-from holdfast.rollout.happenings import Loaded, Made
-from holdfast.run.happenings import (
-    Acknowledged,
-    Begun,
-    Ended,
-    Evaluated,
-    PartDied,
-    PartStarted,
-    Trained,
-)
+from holdfast.jobs import host as jobs
+from holdfast.rollout import happenings as rollout
+from holdfast.run import happenings as run
 from holdfast.views.curve import Curve
 from holdfast.views.faults import Fault, Faults
 from holdfast.views.members import Members, node_name, rank_name
@@ -32,12 +22,10 @@ from holdfast.views.points import Points
 from holdfast.views.told import kind_of, text_of
 
 if TYPE_CHECKING:  # these need packages of other extras, or take long to import
-    from holdfast.chaos.runs import Healed, Planned, Struck
-    from holdfast.contrib.fleets.replica import Switched, Withdrawn
-    from holdfast.launch.crew import CrewEnded
-    from holdfast.launch.warm import WarmLost, WarmReady
-    from holdfast.launch.workers import WorkerStarted
-    from holdfast.weights.publisher import Published
+    from holdfast.chaos import runs as chaos
+    from holdfast.contrib.fleets import replica as fleets
+    from holdfast.launch import crew, warm, workers
+    from holdfast.weights import publisher
 
 __all__ = ["Entry", "Epoch", "Picture", "Version"]
 
@@ -110,6 +98,11 @@ class Crew(msgspec.Struct):
     pids: set[int] = set()
 
 
+def taker_of(kind: str) -> str:
+    """The method of a picture that takes events of this type."""
+    return "_on_" + kind.replace(".", "_")
+
+
 class Picture:
     """Everything that the views show. `serial` grows with every event."""
 
@@ -156,11 +149,12 @@ class Picture:
         heard, self.now = self.now, max(self.now, event.at)
         listed = kind in self.counts or len(self.counts) < MAX_KINDS
         self.counts[kind if listed else "other"] += 1
-        if isinstance(event, Begun):
+        if isinstance(event, run.Begun):
             self._begun(event, heard)
         self._seen(event)
-        if kind in self._takers and not isinstance(event, Unknown):
-            self._takers[kind](self, event)
+        taker = getattr(self, taker_of(kind), None)
+        if taker is not None and not isinstance(event, Unknown):
+            taker(event)
         who = self.members.name_of(event.pid) or event.process
         entry = Entry(self.serial, event.at, kind[:80], who[:100], text_of(event))
         (self._noise if kind in NOISE else self._entries).append(entry)
@@ -191,16 +185,14 @@ class Picture:
         known = self.members.known
         return [name for name in names if name in known and known[name].state == "up"]
 
-    # What each event changes.
+    # What each event changes: the one that it is called after (`taker_of`).
 
-    def _begun(self, event: Begun, heard: float) -> None:
+    def _begun(self, event: run.Begun, heard: float) -> None:
         before = self.members.known.get("supervisor")
         if before is not None and before.lives[-1].pid != event.pid and self.ended is None:
             # The last that was heard of anybody: everything died with the supervisor.
             self.members.end_all(heard, "lost", but=event.pid)
-            fault = Fault(heard, "died", "supervisor", before.lives[-1].pid)
-            fault.member, fault.step = "supervisor", self.step + 1
-            self.faults.add(fault)
+            self._died(heard, "supervisor", before.lives[-1].pid)
             self.faults.again("supervisor", event.at)
             self._crews.clear()
         self.resumes += self.began is not None
@@ -210,25 +202,28 @@ class Picture:
         self.ended, self.how = None, ""
         self.members.start("supervisor", event.pid, event.at)
 
-    def _ended(self, event: Ended) -> None:
+    def _on_run_ended(self, event: run.Ended) -> None:
         self.ended, self.how, self.content = event.at, event.how, event.content
         self.step = max(self.step, event.steps)
         self.members.end_all(event.at, "ended")
 
-    def _part_started(self, event: PartStarted) -> None:
+    def _on_part_started(self, event: run.PartStarted) -> None:
         if self.members.start(event.part, event.child, event.at) is not None:
             self.faults.again(event.part, event.at)
 
-    def _part_died(self, event: PartDied) -> None:
+    def _on_part_died(self, event: run.PartDied) -> None:
         self.members.died(event.part, event.child, event.at, event.code)
         if event.part == HOST:
             self._crews.clear()
             self.members.end_trainer(event.at, "stopped")
-        fault = Fault(event.at, "died", event.part, event.child, member=event.part)
-        fault.code, fault.step = event.code, self.step + 1
-        self.faults.add(fault)
+        self._died(event.at, event.part, event.child, event.code)
 
-    def _trained(self, event: Trained) -> None:
+    def _died(self, at: float, part: str, pid: int, code: int | None = None) -> None:
+        """A part is dead that should not be."""
+        step = self.step + 1
+        self.faults.add(Fault(at, "died", part, pid, member=part, code=code, step=step))
+
+    def _on_step_trained(self, event: run.Trained) -> None:
         if event.step > self.step:
             self.faults.stepped(event.at)
             self.step = event.step
@@ -236,10 +231,10 @@ class Picture:
         self.train.add(event.step, *numbers, event.lag, event.seconds)
         self._version(event.version).content = event.content
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _on_eval_done(self, event: run.Evaluated) -> None:
         self.evals.add(event.step, event.exact, event.reward)
 
-    def _made(self, event: Made) -> None:
+    def _on_rollout_made(self, event: rollout.Made) -> None:
         if event.purpose != "train" or event.step in self._done:
             return
         keys = self._queued.setdefault(event.step, set())
@@ -250,7 +245,7 @@ class Picture:
             del self._queued[min(self._queued)]
         self.depth.add(event.at, self.queue)
 
-    def _acknowledged(self, event: Acknowledged) -> None:
+    def _on_step_acknowledged(self, event: run.Acknowledged) -> None:
         if event.step in self._done:
             return
         self._done.append(event.step)
@@ -258,23 +253,25 @@ class Picture:
         self.acknowledged += len(event.keys)
         self.depth.add(event.at, self.queue)
 
-    def _published(self, event: "Published") -> None:
+    def _on_weights_published(self, event: "publisher.Published") -> None:
         """Checkpoints are published too: it is the run's version once a step says so."""
         self._fresh[event.version] = (event.at, event.bytes)
         if len(self._fresh) > MAX_VERSIONS:
             del self._fresh[next(iter(self._fresh))]
 
-    def _loaded(self, event: "Loaded | Switched") -> None:
+    def _on_rollout_loaded(self, event: "rollout.Loaded | fleets.Switched") -> None:
         name = self.members.name_of(event.pid) or event.replica
         version = self._version(event.version)
-        if isinstance(event, Loaded):
+        if isinstance(event, rollout.Loaded):
             version.content = event.content or version.content
         if name not in version.acknowledged and len(version.acknowledged) < 100:
             version.acknowledged.append(name)
         if (member := self.members.known.get(name)) is not None:
             member.version = event.version
 
-    def _withdrawn(self, event: "Withdrawn") -> None:
+    _on_weights_switched = _on_rollout_loaded
+
+    def _on_weights_withdrawn(self, event: "fleets.Withdrawn") -> None:
         if (member := self.members.known.get(self.members.name_of(event.pid))) is not None:
             member.version = None
 
@@ -286,15 +283,15 @@ class Picture:
             del self.versions[min(self.versions)]
         return version
 
-    def _taken(self, event: Taken) -> None:
+    def _on_job_taken(self, event: jobs.Taken) -> None:
         epoch = self._epoch(event)
         epoch.taken, epoch.host = event.at, event.host
 
-    def _started(self, event: Started) -> None:
+    def _on_job_started(self, event: jobs.Started) -> None:
         epoch = self._epoch(event)
         epoch.started, epoch.address = event.at, event.address
 
-    def _job_ended(self, event: JobEnded) -> None:
+    def _on_job_ended(self, event: jobs.Ended) -> None:
         epoch = self._epoch(event)
         epoch.ended, epoch.how, epoch.reason = event.at, event.how, event.reason[:300]
         if event.epoch == max(self.jobs[event.job]):
@@ -302,10 +299,9 @@ class Picture:
             self._crews.clear()
             self.members.end_trainer(event.at, "ended" if as_it_should else "stopped")
         if event.how == "died" and self.ended is None:
-            fault = Fault(event.at, "died", "trainer", step=self.step + 1)
-            self.faults.consequence(fault)
+            self.faults.consequence(Fault(event.at, "died", "trainer", step=self.step + 1))
 
-    def _epoch(self, event: Taken | Started | JobEnded) -> Epoch:
+    def _epoch(self, event: jobs.Taken | jobs.Started | jobs.Ended) -> Epoch:
         epochs = self.jobs.setdefault(event.job, {})
         epoch = epochs.setdefault(event.epoch, Epoch(event.epoch))
         if len(epochs) > MAX_EPOCHS:
@@ -314,7 +310,7 @@ class Picture:
             del self.jobs[next(iter(self.jobs))]
         return epoch
 
-    def _worker(self, event: "WorkerStarted") -> None:
+    def _on_launch_worker_started(self, event: "workers.WorkerStarted") -> None:
         name, cycle = rank_name(event.rank), (event.run, event.cycle)
         heard = min(event.at, self.members.last_of_ranks())
         for node in [node for node, crew in self._crews.items() if crew.cycle != cycle]:
@@ -323,28 +319,27 @@ class Picture:
             self._crews.setdefault(event.process, Crew(cycle)).pids.add(event.worker_pid)
             self.faults.again(name, event.at)
 
-    def _crew_ended(self, event: "CrewEnded") -> None:
+    def _on_launch_crew_ended(self, event: "crew.CrewEnded") -> None:
         self._crew_gone(event.process, event.at, "stopped" if event.cause else "ended")
         if event.cause:
-            fault = Fault(event.at, "died", "trainer", step=self.step + 1)
-            self.faults.consequence(fault)
+            self.faults.consequence(Fault(event.at, "died", "trainer", step=self.step + 1))
 
     def _crew_gone(self, node: str, at: float, how: str) -> None:
         crew = self._crews.pop(node, None)
         for pid in crew.pids if crew is not None else ():
             self.members.end(pid, at, how)
 
-    def _warm_ready(self, event: "WarmReady") -> None:
+    def _on_launch_warm_ready(self, event: "warm.WarmReady") -> None:
         if not self.members.name_of(event.child_pid) and len(self.members.spares) < 1000:
             self.members.spares[event.child_pid] = event.pid
 
-    def _warm_lost(self, event: "WarmLost") -> None:
+    def _on_launch_warm_lost(self, event: "warm.WarmLost") -> None:
         self.members.spares.pop(event.child_pid, None)
 
-    def _planned(self, event: "Planned") -> None:
+    def _on_chaos_planned(self, event: "chaos.Planned") -> None:
         self.points.arm(event.points)
 
-    def _struck(self, event: "Struck") -> None:
+    def _on_chaos_struck(self, event: "chaos.Struck") -> None:
         member = self.members.name_of(event.victim)
         fault = Fault(event.at, event.action, event.target, event.victim, event.clause)
         fault.step, fault.point, fault.by = event.step, event.point, "chaos"
@@ -356,38 +351,13 @@ class Picture:
         if event.action == "kill" and member:
             self.members.end(event.victim, event.at, "died", -9)
 
-    def _healed(self, event: "Healed") -> None:
+    def _on_chaos_healed(self, event: "chaos.Healed") -> None:
         self.faults.heal(event.clause, event.target, event.seconds)
 
-    def _fired(self, event: FaultFired) -> None:
+    def _on_fault_fired(self, event: FaultFired) -> None:
         member = self.members.name_of(event.pid)
         fault = Fault(event.at, event.action, member or event.process, event.pid)
         fault.step, fault.point = self.step + 1, event.point
         fault.by, fault.member = "point", member
         self.faults.add(fault)
         self.points.hit(event.point + (f" {event.hit}" if event.hit > 1 else ""))
-
-    _takers: ClassVar[dict[str, Callable[..., None]]] = {
-        "run.ended": _ended,
-        "part.started": _part_started,
-        "part.died": _part_died,
-        "step.trained": _trained,
-        "step.acknowledged": _acknowledged,
-        "eval.done": _evaluated,
-        "rollout.made": _made,
-        "rollout.loaded": _loaded,
-        "weights.switched": _loaded,
-        "weights.withdrawn": _withdrawn,
-        "weights.published": _published,
-        "job.taken": _taken,
-        "job.started": _started,
-        "job.ended": _job_ended,
-        "launch.worker.started": _worker,
-        "launch.crew.ended": _crew_ended,
-        "launch.warm.ready": _warm_ready,
-        "launch.warm.lost": _warm_lost,
-        "chaos.planned": _planned,
-        "chaos.struck": _struck,
-        "chaos.healed": _healed,
-        "fault.fired": _fired,
-    }

@@ -1,13 +1,12 @@
 """The report of a run: the page with its data inside, in one file that needs nothing else."""
 
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from holdfast.files import write_private
 from holdfast.views.page import page
 from holdfast.views.picture import Picture
 from holdfast.views.snapshot import snapshot, summary
@@ -33,14 +32,7 @@ def write_report(
     data["final"] = _facts(folder / "final.json")
     data["about"] = _facts(folder / "run.json")
     path = folder / "report.html"
-    fd, draft = tempfile.mkstemp(dir=folder, prefix=".report-", suffix=".html")
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(page(data))
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    write_private(path, page(data).encode())
     return path
 
 

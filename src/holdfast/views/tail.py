@@ -3,7 +3,7 @@
 Events come in the order of their time, as well as it can be had: what was written while the
 files were being read waits for the next look, so that nobody's later event overtakes an
 earlier one of another file. A torn last line waits for its rest, or for the writer that
-cuts it off; a line that is no event is counted and left out. A file is known by its inode: when
+cuts it off; a line that is no event is left out. A file is known by its inode: when
 its writer gives it a number and goes on in a new one (`x.jsonl.1`, `x.jsonl`), both are read to
 the end. Links are not followed. Nothing is ever written.
 """
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.events import Event, Unknown
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 from holdfast.views.picture import Picture
 from holdfast.views.told import known, parse
 
 __all__ = ["Live", "Tail", "look"]
 
-_FIND = 4
+_FIND_S = 4 * DEFAULTS.show_s
 """Every so many looks at the files that are known, new ones are looked for."""
 _LOOKS = 5
 """How often the last look begins again when files get numbers meanwhile."""
@@ -47,19 +47,10 @@ class _File:
 class Tail:
     """The events of a run's folder, a look at a time."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        now: Callable[[], float] = time.time,
-        look_s: float = DEFAULTS.show_s,
-    ) -> None:
+    def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         known()  # here: the thread that reads should not be the one that imports
         self.folder = folder
-        self.strange = 0
-        """Lines that were no events."""
         self._now = now
-        self._find_s = _FIND * look_s
         self._files: dict[tuple[int, int], _File] = {}
         """By device and inode."""
         self._found_at = float("-inf")
@@ -70,7 +61,7 @@ class Tail:
         began = self._now()
         fresh: list[Event] = []
         for _ in range(_LOOKS if everything else 1):
-            if everything or not 0.0 <= began - self._found_at < self._find_s:
+            if everything or not 0.0 <= began - self._found_at < _FIND_S:
                 self._find(began, fresh)
             for identity, file in self._files.items():
                 while self._read(identity, file, fresh):
@@ -128,11 +119,8 @@ class Tail:
             whole = len(data)  # no event is that long
         file.offset += whole
         file.state = (about.st_ino,) if more else state
-        for line in data[:whole].splitlines():
-            if (event := parse(line)) is not None:
-                into.append(event)
-            elif line:
-                self.strange += 1
+        events = map(parse, data[:whole].splitlines())
+        into += [event for event in events if event is not None]
         return more
 
 
@@ -148,18 +136,13 @@ class Live:
     """A picture that a thread keeps up to date. Hold `lock` while you look at it."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        tell: Callable[[Event, Picture], None] | None = None,
-        timeouts: Timeouts = DEFAULTS,
+        self, folder: Path, *, tell: Callable[[Event, Picture], None] | None = None
     ) -> None:
         self.picture = Picture()
         self.lock = threading.Condition()
         self.stopped = False
         self._tell = tell
-        self._look_s = timeouts.show_s
-        self._tail = Tail(folder, look_s=self._look_s)
+        self._tail = Tail(folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="views.tail", daemon=True)
 
@@ -193,7 +176,7 @@ class Live:
                     self.lock.notify_all()
             if last:
                 return
-            self._stop.wait(self._look_s)
+            self._stop.wait(DEFAULTS.show_s)
 
 
 def _silent(path: str) -> list[Event]:

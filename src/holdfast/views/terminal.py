@@ -3,14 +3,13 @@
 A view never hurts what it looks at: when its output is gone it falls silent.
 """
 
-import asyncio
 import contextlib
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from holdfast.errors import MissingPackage
 from holdfast.events import Event
@@ -20,10 +19,7 @@ from holdfast.views.picture import Picture
 from holdfast.views.tail import Live
 from holdfast.views.told import kind_of
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-__all__ = ["Viewer", "watch"]
+__all__ = ["Viewer"]
 
 
 class Viewer:
@@ -92,6 +88,8 @@ class Viewer:
         from rich.console import Console
         from rich.live import Live as Screen
 
+        from holdfast.views.drawing import draw
+
         with self._quietly():
             console = Console(file=self._out)
             with Screen(console=console, auto_refresh=False, transient=False) as screen:
@@ -100,25 +98,9 @@ class Viewer:
                     self._live.wait(serial, DEFAULTS.show_s)
                     with self._live.lock:
                         over, serial = self._live.stopped, self._live.picture.serial
-                        shown = _render(self._live.picture, console.height)
+                        shown = draw(self._live.picture, console.height)
                     screen.update(shown, refresh=True)
                     time.sleep(0 if over else DEFAULTS.show_s)
-
-
-async def watch(folder: Path, *, plain: bool | None = None, stop: asyncio.Event) -> None:
-    """Show a run on the standard output until `stop` is set."""
-    viewer = Viewer(folder, plain=plain)
-    viewer.start()
-    try:
-        await stop.wait()
-    finally:
-        await asyncio.shield(asyncio.to_thread(viewer.stop))
-
-
-def _render(picture: Picture, height: int) -> "RenderableType":
-    from holdfast.views.drawing import draw
-
-    return draw(picture, height)
 
 
 def _need_rich() -> None:

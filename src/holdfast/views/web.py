@@ -4,26 +4,23 @@
     GET /events    server-sent events: a snapshot when something changed, at most 4 a second
     GET /metrics   Prometheus
 
-Only loopback unless told otherwise. There is nothing to change here and no account: who can
-reach the port can read the run. A page elsewhere cannot: a request must name this server by
-address, as localhost, or by a name it was given (`names`), which ends DNS rebinding, and
-nothing allows other origins to read the answers.
+Only on loopback. There is nothing to change here and no account: who can reach the port can
+read the run. A page elsewhere cannot: a request must name this server by address or as
+localhost, which ends DNS rebinding, and nothing allows other origins to read the answers.
 """
 
 import contextlib
 import http.server
 import ipaddress
-import socket
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 from holdfast.views.page import page, policy
 from holdfast.views.snapshot import prometheus, snapshot
 from holdfast.views.tail import Live
@@ -31,31 +28,21 @@ from holdfast.views.tail import Live
 __all__ = ["Web"]
 
 MAX_STREAMS = 32
+_HOST = "127.0.0.1"
 
 
 class Web:
     """A server for the page of one run: `start`, then `url`, then `stop`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        names: Iterable[str] = (),
-        timeouts: Timeouts = DEFAULTS,
-    ) -> None:
-        self.host = host
-        self.timeouts = timeouts
-        self.live = Live(folder, timeouts=timeouts)
-        self.names = {name.lower() for name in names}
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.live = Live(folder)
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
         self.stopping = threading.Event()
         try:
-            self._server = _Server((host, port), self)
+            self._server = _Server(port, self)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise Mistake(f"cannot listen on {host} port {port}: {reason}") from error
+            raise Mistake(f"cannot listen on {_HOST} port {port}: {reason}") from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="views.web", daemon=True
         )
@@ -68,8 +55,7 @@ class Web:
     @property
     def url(self) -> str:
         """Where to look."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/"
+        return f"http://{_HOST}:{self.port}/"
 
     def start(self) -> None:
         """Begin to follow and to serve."""
@@ -83,22 +69,10 @@ class Web:
         if self._thread.ident is not None:
             self._server.shutdown()
             self._thread.join()
-        until = time.monotonic() + self.timeouts.ending_s
+        until = time.monotonic() + DEFAULTS.ending_s
         for _ in range(MAX_STREAMS):
             self.streams.acquire(timeout=max(0.0, until - time.monotonic()))
         self._server.server_close()
-
-    def allows(self, host: str | None) -> bool:
-        """Whether a request may name this server so."""
-        if not host or any(letter in host for letter in "/@ ,"):
-            return False
-        name = host.lower()
-        name = name[1:].partition("]")[0] if name[0] == "[" else name.partition(":")[0]
-        if name in ("localhost", *self.names):
-            return True
-        with contextlib.suppress(ValueError):
-            return bool(ipaddress.ip_address(name))
-        return False
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -106,11 +80,9 @@ class _Server(http.server.ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], web: Web) -> None:
+    def __init__(self, port: int, web: Web) -> None:
         self.web = web
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
+        super().__init__((_HOST, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that goes away is no news."""
@@ -133,12 +105,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Bound how long the caller may hang."""
         super().setup()
-        self.connection.settimeout(self.server.web.timeouts.page_beat_s)
+        self.connection.settimeout(DEFAULTS.page_beat_s)
 
     def do_GET(self) -> None:
         """Answer."""
         hosts = self.headers.get_all("Host") or []
-        if len(hosts) != 1 or not self.server.web.allows(hosts[0]):
+        if len(hosts) != 1 or not _is_ours(hosts[0]):
             self._answer(421, "text/plain", b"this server has another name\n")
             return
         live = self.server.web.live
@@ -183,10 +155,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             web.streams.release()
 
     def _send_snapshots(self, web: Web) -> None:
-        sent, times = -1, web.timeouts
+        sent = -1
         while True:
             over = web.stopping.is_set()
-            fresh = web.live.wait(sent, 0.0 if over else times.page_beat_s)
+            fresh = web.live.wait(sent, 0.0 if over else DEFAULTS.page_beat_s)
             if fresh:
                 with web.live.lock:
                     data = snapshot(web.live.picture, log_after=max(sent, 0))
@@ -197,6 +169,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             else:
                 self.wfile.write(b": still here\n\n")
             if web.live.stopped:
-                web.stopping.wait(times.show_s)
+                web.stopping.wait(DEFAULTS.show_s)
             else:
-                time.sleep(times.show_s)
+                time.sleep(DEFAULTS.show_s)
+
+
+def _is_ours(host: str) -> bool:
+    """Whether a request may name this server so."""
+    if not host or any(letter in host for letter in "/@ ,"):
+        return False
+    name = host.lower()
+    name = name[1:].partition("]")[0] if name[0] == "[" else name.partition(":")[0]
+    with contextlib.suppress(ValueError):
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    return False

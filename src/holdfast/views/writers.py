@@ -32,12 +32,21 @@ def scalars(picture: Picture) -> Iterator[tuple[int, dict[str, float]]]:
     yield from sorted(steps.items())
 
 
+def _need(package: str, what: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingPackage(f"{what}: pip install {package}") from None
+
+
 def need_tensorboard() -> Any:
     """The package that writes them. Raises `MissingPackage`."""
-    try:
-        return importlib.import_module("tensorboardX")
-    except ImportError:
-        raise MissingPackage("TensorBoard's files need: pip install tensorboardX") from None
+    return _need("tensorboardX", "TensorBoard's files need")
+
+
+def need_wandb() -> Any:
+    """The package that writes to Weights & Biases. Raises `MissingPackage`."""
+    return _need("wandb", "Weights & Biases needs")
 
 
 def write_tensorboard(picture: Picture, folder: Path) -> None:
@@ -61,14 +70,6 @@ def metrics(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
                     told = f"eval/{name.removeprefix(_EVAL_BEGIN)}" if held else f"train/{name}"
                     steps.setdefault(step, {})[told] = value
     yield from sorted(steps.items())
-
-
-def need_wandb() -> Any:
-    """The package that writes to Weights & Biases. Raises `MissingPackage`."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError:
-        raise MissingPackage("Weights & Biases needs: pip install wandb") from None
 
 
 def write_wandb(folder: Path, *, run: str, config: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -22,14 +22,9 @@ def test_halving_wins() -> None:
         assert guess.score(task, turns, []) == Score(1 - (len(turns) - 1) / 7, exact=True)
 
 
-def test_held_out_and_nonsense() -> None:
-    """No number is for both purposes; what is no number is asked for again and worth nothing."""
+def test_nonsense() -> None:
+    """What is no number is asked for again and worth nothing."""
     guess = load_environment("guess", {})
-    train = {guess.task(seed, "train").answer for seed in range(2000)}
-    held = {guess.task(seed, "eval").answer for seed in range(2000)}
-    assert len(train | held) == 100
-    assert held
-    assert not train & held
     for said in ("", "x", "7", "٧٧", "123"):
         assert guess.reply(Task("", "50"), [said]) == " two digits?"
         assert guess.score(Task("", "50"), [said], []) == Score(0.0)

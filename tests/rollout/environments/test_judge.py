@@ -1,12 +1,13 @@
 """A judge: whatever somebody's environment does, it costs one group and nothing else."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Wild(Environment):
         return eval(turns[-1])
 """
 TASK = Task("prompt")
+Make = Callable[..., Judge]
 
 
 @pytest.fixture
@@ -65,30 +67,41 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-async def judges(folder: Path) -> AsyncIterator[list[Judge]]:
-    made: list[Judge] = []
-    yield made
-    for judge in made:
-        await judge.close()
+async def make(folder: Path) -> AsyncIterator[Make]:
+    """Makes judges, of the wild environment if no other is named, and closes them."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(name: str = "wild:Wild", limit_s: float = 20.0) -> Judge:
+            judge = Judge(name, {}, limit_s=limit_s)
+            stack.push_async_callback(judge.close)
+            return judge
+
+        yield make
 
 
 @pytest.fixture
-def judge(judges: list[Judge]) -> Judge:
-    judges.append(Judge("wild:Wild", {}, limit_s=20))
-    return judges[0]
+def judge(make: Make) -> Judge:
+    return make()
 
 
 def said(text: str, *pieces: str) -> tuple[list[str], list[str]]:
     return [text], list(pieces) or [text]
 
 
+def pid_of(judge: Judge) -> int | None:
+    """The process that runs the environment, if it has one of its own now."""
+    process = getattr(judge._environment, "_process", None)
+    return None if process is None else int(process.child.pid)
+
+
 async def fine(judge: Judge) -> bool:
     return await judge.scores(TASK, [said("fine"), said("too")]) == [Score(0.5, True)] * 2
 
 
-async def gone(pid: int, limit_s: float = HANG_S) -> None:
+async def gone(pid: int | None) -> None:
     """Wait until a process has ended; one that only waits to be collected has."""
-    deadline = time.monotonic() + limit_s
+    assert pid is not None
+    deadline = time.monotonic() + HANG_S
     path = Path(f"/proc/{pid}/stat")
     while time.monotonic() < deadline:
         try:
@@ -123,12 +136,12 @@ NONSENSE = {
 async def test_nonsense_costs_the_group(judge: Judge) -> None:
     """What raises or is no score is told as such; the same process goes on."""
     assert await fine(judge)
-    pid = judge.pid
+    pid = pid_of(judge)
     for text, told in NONSENSE.items():
         with pytest.raises(Spoilt, match=told):
             await judge.scores(TASK, [said("fine"), said(text, "a", "b")])
         assert await fine(judge), text
-    assert judge.pid == pid is not None
+    assert pid_of(judge) == pid is not None
 
 
 async def test_scores_arrive_whole(judge: Judge) -> None:
@@ -153,43 +166,36 @@ async def test_a_death_costs_the_group(judge: Judge) -> None:
     """An environment that ends its process is started again for the next group."""
     for text, told in ENDINGS.items():
         assert await fine(judge)
-        pid = judge.pid
+        pid = pid_of(judge)
         with pytest.raises(Spoilt, match=told):
             await judge.scores(TASK, [said(text)])
-        assert judge.pid is None
-        assert pid is not None
+        assert pid_of(judge) is None
         await gone(pid)
     assert await fine(judge)
 
 
-async def test_a_hang_costs_the_group(judges: list[Judge], folder: Path) -> None:
+async def test_a_hang_costs_the_group(make: Make, folder: Path) -> None:
     """One that hangs is killed after its time, with what it started; the next group is fine."""
-    judges.append(Judge("wild:Wild", {}, limit_s=1.5))
+    judge = make(limit_s=1.5)
     for text in ("child()", "(lambda: [0 for _ in iter(int, 1)])()"):
-        assert await fine(judges[0])
-        pid = judges[0].pid
-        assert pid is not None
+        assert await fine(judge)
+        pid = pid_of(judge)
         begun = time.monotonic()
         with pytest.raises(Spoilt, match=r"did not answer within 1\.5 s"):
-            await judges[0].scores(TASK, [said(text)])
+            await judge.scores(TASK, [said(text)])
         assert time.monotonic() - begun > 1.4
         await gone(pid)
     await gone(int((folder / "grandchild").read_text()))
-    assert await fine(judges[0])
+    assert await fine(judge)
 
 
-async def test_others_wait_their_turn(judges: list[Judge]) -> None:
+async def test_others_wait_their_turn(make: Make) -> None:
     """Groups asked at once are answered one by one: one that hangs or dies spoils no other."""
-    judges.append(Judge("wild:Wild", {}, limit_s=1.5))
-    assert await fine(judges[0])
-    results = await asyncio.gather(
-        fine(judges[0]),
-        judges[0].scores(TASK, [said("time.sleep(600)")]),
-        fine(judges[0]),
-        judges[0].scores(TASK, [said("os._exit(1)")]),
-        fine(judges[0]),
-        return_exceptions=True,
-    )
+    judge = make(limit_s=1.5)
+    assert await fine(judge)
+    hang, death = said("time.sleep(600)"), said("os._exit(1)")
+    asked = [fine(judge), judge.scores(TASK, [hang]), fine(judge), judge.scores(TASK, [death])]
+    results = await asyncio.gather(*asked, fine(judge), return_exceptions=True)
     kinds = [result is True or type(result) for result in results]
     assert kinds == [True, Spoilt, True, Spoilt, True]
 
@@ -223,37 +229,36 @@ async def test_tasks_and_replies(judge: Judge) -> None:
 async def test_lines_are_bounded(judge: Judge) -> None:
     """Neither a question nor an answer may be too large, and neither ends the process."""
     assert await fine(judge)
-    pid = judge.pid
+    pid = pid_of(judge)
     with pytest.raises(Spoilt, match="question is larger than 16 MiB"):
         await judge.scores(TASK, [said("x" * (17 << 20))])
     with pytest.raises(Spoilt, match="answer is larger than 16 MiB"):
         await judge.reply(TASK, ["'x' * (17 << 20)"])
     assert len(await judge.reply(TASK, ["'x' * (15 << 20)"]) or "") == 15 << 20
     assert await fine(judge)
-    assert judge.pid == pid
+    assert pid_of(judge) == pid
 
 
-BAD: dict[str, tuple[str, dict[str, Any], type[HoldfastError], str]] = {
-    "a name": ("wild:Wilt", {}, NotFound, "did you mean Wild"),
-    "an import": ("bad:x", {}, Mistake, "does not load: ZeroDivisionError"),
-    "an end": ("ending:x", {}, Mistake, "does not load: .*ended with code 4"),
-    "a library": ("verifiers:x", {}, MissingPackage, "pip install"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("wild:Wilt", NotFound, "did you mean Wild"),
+        ("bad:x", Mistake, "does not load: ZeroDivisionError"),
+        ("ending:x", Mistake, "does not load: .*ended with code 4"),
+        ("verifiers:x", MissingPackage, "pip install"),
+    ],
+)
 async def test_what_does_not_load_is_a_mistake(
-    case: str, judges: list[Judge], folder: Path
+    name: str, kind: type[HoldfastError], told: str, make: Make, folder: Path
 ) -> None:
     """An environment that never loaded is a mistake in the configuration, told as one."""
     (folder / "bad.py").write_text("1 / 0")
     (folder / "ending.py").write_text("import os; os._exit(4)")
     (folder / "verifiers.py").write_text("raise ModuleNotFoundError(name='verifiers')")
-    name, options, kind, told = BAD[case]
-    judges.append(Judge(name, options))
+    judge = make(name)
     with pytest.raises(kind, match=told):
-        await judges[0].limits()
-    assert judges[0].pid is None
+        await judge.limits()
+    assert pid_of(judge) is None
 
 
 async def test_what_loaded_before_is_spoilt(judge: Judge, folder: Path) -> None:
@@ -270,8 +275,7 @@ async def test_what_loaded_before_is_spoilt(judge: Judge, folder: Path) -> None:
 async def test_closing_leaves_nothing(judge: Judge, folder: Path) -> None:
     """Closing ends the process at once, also under a question; nothing is asked afterwards."""
     assert await fine(judge)
-    pid = judge.pid
-    assert pid is not None
+    pid = pid_of(judge)
     asking = asyncio.create_task(judge.scores(TASK, [said("child()")]))
     deadline = time.monotonic() + HANG_S
     while not (folder / "grandchild").exists() or not (folder / "grandchild").read_text():
@@ -294,7 +298,7 @@ from holdfast.rollout.environments import Judge, Task
 async def main():
     judge = Judge("wild:Wild", {}, limit_s=600)
     await judge.limits()
-    print(judge.pid, flush=True)
+    print(judge._environment._process.child.pid, flush=True)
     await judge.scores(Task(""), [(["time.sleep(600)"], [])])
 
 asyncio.run(main())
@@ -313,20 +317,19 @@ async def test_it_dies_with_its_parent(folder: Path) -> None:
         await gone(pid)
 
 
-async def test_in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shipped ones need no process; errors of others that are run here are the same `Spoilt`."""
+async def test_in_this_process() -> None:
+    """Shipped ones need no process; what they cannot answer is the same `Spoilt`."""
     judge = Judge("reverse", {"digits": 3})
-    assert judge.pid is None
+    assert pid_of(judge) is None
     assert await judge.limits() == Limits(3, 1)
     (task,) = await judge.tasks([5], "eval")
     (score,) = await judge.scores(task, [([task.answer], list(task.answer))])
     assert score == Score(1.0, True, (1.0, 1.0, 1.0))
     assert await judge.reply(task, ["x"]) is None
+    nothing: Any = [5]
+    with pytest.raises(Spoilt, match="TypeError"):
+        await judge.scores(task, [(nothing, nothing)])
     await judge.close()
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    wild = Judge("wild:Wild", {}, isolated=False)
-    with pytest.raises(Spoilt, match="what is wrong"):
-        await wild.scores(TASK, [said("no('what is wrong')")])
     assert not issubclass(Spoilt, Retriable)
     with pytest.raises(NotFound):
         Judge("revers", {})
@@ -334,11 +337,10 @@ async def test_in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         Judge("reverse", {}, limit_s=0)
 
 
-async def test_shipped_ones_give_the_same_outside(judges: list[Judge]) -> None:
+async def test_shipped_ones_give_the_same_outside(make: Make) -> None:
     """Where an environment runs makes no difference to what it says."""
-    judges.append(Judge("increment", {}, isolated=True))
-    here = Judge("increment", {})
+    here, outside = make("increment"), make("holdfast.rollout.environments.digits:Increment")
     tasks = await here.tasks(range(50), "train")
-    assert tasks == await judges[0].tasks(range(50), "train")
+    assert tasks == await outside.tasks(range(50), "train")
     episodes = [said("12345", *"12345"), said(tasks[0].answer, *tasks[0].answer)]
-    assert await here.scores(tasks[0], episodes) == await judges[0].scores(tasks[0], episodes)
+    assert await here.scores(tasks[0], episodes) == await outside.scores(tasks[0], episodes)

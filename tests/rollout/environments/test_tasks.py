@@ -1,10 +1,11 @@
 """Lists of tasks: reading them, and holding some out."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Mistake, NotFound
+from holdfast.errors import Mistake
 from holdfast.rollout.environments import Task
 from holdfast.rollout.environments.base import Purpose
 from holdfast.rollout.environments.tasks import TaskList, read_tasks
@@ -20,10 +21,8 @@ def test_held_out_by_prompt(count: int) -> None:
     listed = [Task(f"{number}", answer) for number in range(count) for answer in ("a", "b")]
     tasks = TaskList(listed)
     train, held = prompts(tasks, "train"), prompts(tasks, "eval")
-    assert train
-    assert held
-    assert not train & held
-    assert len(train | held) == count
+    assert 0 < len(train) < count
+    assert len(train) + len(held) == len(train | held) == count
 
 
 def test_the_order_of_the_list_does_not_matter() -> None:
@@ -50,11 +49,10 @@ def test_too_few(listed: list[Task]) -> None:
 def test_reading(tmp_path: Path) -> None:
     """A file of JSON lines, empty ones skipped, or the tasks themselves."""
     file = tmp_path / "tasks.jsonl"
-    file.write_text('{"prompt": "é", "answer": "1"}\n\n{"prompt": "b", "facts": {"n": [1]}}')
-    wanted = [Task("é", "1"), Task("b", "", {"n": [1]})]
-    assert read_tasks("tasks", str(file)) == wanted
     rows = [{"prompt": "é", "answer": "1"}, {"prompt": "b", "facts": {"n": [1]}}]
-    assert read_tasks("tasks", rows) == wanted
+    file.write_text("\n\n".join(map(json.dumps, rows)))
+    for source in (str(file), rows):
+        assert read_tasks("tasks", source) == [Task("é", "1"), Task("b", "", {"n": [1]})]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +73,10 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str | bytes, told: str) -> No
         read_tasks("tasks", str(file))
 
 
-def test_no_file(tmp_path: Path) -> None:
-    """A path that leads nowhere is told as such."""
-    with pytest.raises(NotFound, match=r"none\.jsonl"):
-        read_tasks("tasks", str(tmp_path / "none.jsonl"))
-    with pytest.raises(Mistake, match="cannot be read"):
-        read_tasks("tasks", str(tmp_path))
-    with pytest.raises(Mistake, match="tasks: "):
-        read_tasks("tasks", 7)
+@pytest.mark.parametrize(
+    ("source", "told"), [("none.jsonl", r"none\.jsonl"), (".", "cannot be read"), (7, "tasks: ")]
+)
+def test_no_file(source: object, told: str) -> None:
+    """What is no file, and no list of tasks, is told as such."""
+    with pytest.raises(Mistake, match=told):
+        read_tasks("tasks", source)

@@ -1,25 +1,19 @@
 """The rules, by promise."""
 
-from holdfast.check.rules import (
-    logs,
-    membership,
-    operations,
-    order,
-    routes,
-    run,
-    samples,
-    transfer,
-    weights,
-)
-from holdfast.check.verdict import Rule
+from holdfast.check.rules import logs, membership, operations, order, routes, run, samples, weights
+from holdfast.check.verdict import Rule, rule, unseen
 
 __all__ = ["RULES"]
+
+_TRANSFER = rule("transfer.values", 3, "a get returns exactly what was put")(
+    unseen("no event tells of single values; a wrong one would show in run.trained")
+)
 
 RULES: tuple[Rule, ...] = (
     *routes.RULES,
     *operations.RULES,
     *order.RULES,
-    *transfer.RULES,
+    _TRANSFER,
     *samples.RULES,
     *membership.RULES,
     *weights.RULES,

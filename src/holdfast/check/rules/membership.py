@@ -38,24 +38,19 @@ def ranks(history: History) -> Result:
         if (other := files.setdefault(who, file)) != file:
             says = f"rank {who[3]} of cycle {who[2]}, epoch {who[1]}, is two processes"
             result.find(says, Flaw(other, ""), Flaw(file, ""))
-    workers: dict[tuple[str, int, int], Entry[WorkerStarted]] = {}
-    for one in history.of(WorkerStarted):
+    for twin, one in history.beside_first(WorkerStarted, lambda it: (it.run, it.cycle, it.rank)):
         result.checked += 1
-        event = one.event
-        twin = workers.setdefault((event.run, event.cycle, event.rank), one)
-        if twin.event.worker_pid != event.worker_pid:
-            says = f"rank {event.rank} of cycle {event.cycle} was started twice"
+        if twin.event.worker_pid != one.event.worker_pid:
+            says = f"rank {one.event.rank} of cycle {one.event.cycle} was started twice"
             result.find(says, twin, one)
-    crews: dict[tuple[str, int], Entry[CrewStarted]] = {}
-    nodes: dict[tuple[str, int, int], Entry[CrewStarted]] = {}
-    for crew in history.of(CrewStarted):
+    nodes = history.first(CrewStarted, lambda it: (it.run, it.cycle, it.node_rank))
+    for first, crew in history.beside_first(CrewStarted, lambda it: (it.run, it.cycle)):
         result.checked += 1
-        said = crew.event
-        first = crews.setdefault((said.run, said.cycle), crew)
-        if (first.event.world_size, first.event.node_count) != (said.world_size, said.node_count):
-            says = f"cycle {said.cycle} has {first.event.world_size} ranks, and {said.world_size}"
+        old, said = first.event, crew.event
+        if (old.world_size, old.node_count) != (said.world_size, said.node_count):
+            says = f"cycle {said.cycle} has {old.world_size} ranks, and {said.world_size}"
             result.find(says, first, crew)
-        same = nodes.setdefault((said.run, said.cycle, said.node_rank), crew)
+        same = nodes[said.run, said.cycle, said.node_rank]
         if same is not crew:
             result.find(f"two nodes are {said.node_rank} in cycle {said.cycle}", same, crew)
     return result

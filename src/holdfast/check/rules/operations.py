@@ -31,10 +31,7 @@ KINDS = ("forward_backward", "optim_step", "publish_weights")
 
 def by_number(history: History) -> dict[Number, list[Entry[TrainerApplied]]]:
     """Every application of an operation, by model line and number."""
-    found: dict[Number, list[Entry[TrainerApplied]]] = defaultdict(list)
-    for one in history.of(TrainerApplied):
-        found[one.event.line, one.event.number].append(one)
-    return dict(found)
+    return history.by(TrainerApplied, lambda it: (it.line, it.number))
 
 
 def term_of(history: History) -> dict[Life, int]:
@@ -43,10 +40,7 @@ def term_of(history: History) -> dict[Life, int]:
 
 
 def _answers(history: History) -> dict[Number, list[Entry[TrainerAnswered]]]:
-    found: dict[Number, list[Entry[TrainerAnswered]]] = defaultdict(list)
-    for one in history.of(TrainerAnswered):
-        found[one.event.line, one.event.number].append(one)
-    return dict(found)
+    return history.by(TrainerAnswered, lambda it: (it.line, it.number))
 
 
 @rule("operations.identity", 2, "a number stands for one operation, in replays too")

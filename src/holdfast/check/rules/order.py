@@ -9,6 +9,7 @@ step of an earlier term without `trainer.checkpointed`: once per term that has e
 
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 from holdfast.check.history import Entry, History
 from holdfast.check.rules.operations import by_number, term_of
@@ -32,21 +33,15 @@ class _Line:
 
     def __init__(self, history: History, name: str) -> None:
         self.name = name
-        self.applied = {
-            number: entries
-            for (line, number), entries in by_number(history).items()
-            if line == name
-        }
+        applied = by_number(history).items()
+        self.applied = {number: entries for (line, number), entries in applied if line == name}
         terms = term_of(history)
-        self.kept = {
-            (terms.get(one.life, 0), one.event.number)
-            for one in history.of(TrainerCheckpointed)
-            if one.event.line == name
-        }
-        answers = [one.event for one in history.of(TrainerAnswered) if one.event.line == name]
-        self.answered = {one.number for one in answers}
-        self.failed = {one.number for one in answers if one.failed}
-        tombs: list[Entry[TrainerQuarantined] | Entry[TrainerSkipped]]
+        kept = history.by(TrainerCheckpointed, lambda it: it.line).get(name, [])
+        self.kept = {(terms.get(one.life, 0), one.event.number) for one in kept}
+        answers = history.by(TrainerAnswered, lambda it: it.line).get(name, [])
+        self.answered = {one.event.number for one in answers}
+        self.failed = {one.event.number for one in answers if one.event.failed}
+        tombs: list[Entry[Any]]
         tombs = [*history.of(TrainerQuarantined), *history.of(TrainerSkipped)]
         self.failed |= {one.event.number for one in tombs if one.event.line == name}
         self.excused: set[int] = set()

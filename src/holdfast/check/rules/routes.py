@@ -21,12 +21,10 @@ def epochs(history: History) -> Result:
     """Follow every job through every host."""
     result = Result()
     newest: dict[tuple[str, str], Entry[JobTaken]] = {}
-    taken: dict[tuple[str, int], Entry[JobTaken]] = {}
-    for one in history.of(JobTaken):
+    for twin, one in history.beside_first(JobTaken, lambda it: (it.job, it.epoch)):
         result.checked += 1
         job, epoch = one.event.job, one.event.epoch
         last = newest.get((one.file, job))
-        twin = taken.setdefault((job, epoch), one)
         if twin is not one:
             result.find(f"epoch {epoch} of {job} was taken twice", twin, one)
         elif last is not None and epoch < last.event.epoch:

@@ -7,6 +7,7 @@ anew by every orchestrator that begins and by the one that ends the run.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -43,10 +44,9 @@ def _differences(one: dict[str, object], other: dict[str, object]) -> str:
 @rule("run.commits", 7, "a step is committed in the same words every time")
 def committed(history: History) -> Result:
     """Compare all commits of a step with the first."""
-    result, first = Result(), commits(history)
-    for one in history.of(StepCommitted):
+    result = Result()
+    for other, one in history.beside_first(StepCommitted, lambda it: it.step):
         result.checked += 1
-        other = first[one.event.step]
         if odd := _differences(_facts(other.event), _facts(one.event)):
             result.find(f"committed again with another {odd}", other, one, step=one.event.step)
     return result
@@ -56,11 +56,9 @@ def committed(history: History) -> Result:
 def trained(history: History) -> Result:
     """Compare all that is told of a step."""
     result, told = Result(), commits(history)
-    first: dict[int, Entry[StepTrained]] = {}
-    for one in history.of(StepTrained):
+    for other, one in history.beside_first(StepTrained, lambda it: it.step):
         result.checked += 1
         event, step = one.event, one.event.step
-        other = first.setdefault(step, one)
         odd = _differences(_facts(other.event, ["content"]), _facts(event, ["content"]))
         if odd:
             result.find(f"trained again with another {odd}", other, one, step=step)
@@ -146,9 +144,8 @@ def _compare(
 def end(history: History) -> Result:
     """Compare `run.ended` with what is known of the last version."""
     result = Result(unchecked="the run is not finished")
-    known: dict[str, Entry[RolloutLoaded] | Entry[StepTrained]] = {}
-    told: list[Entry[RolloutLoaded] | Entry[StepTrained]]
-    told = [*history.of(RolloutLoaded), *history.of(StepTrained)]
+    known: dict[str, Entry[Any]] = {}
+    told: list[Entry[Any]] = [*history.of(RolloutLoaded), *history.of(StepTrained)]
     for entry in told:
         if entry.event.version == history.steps:
             known.setdefault(entry.event.content, entry)

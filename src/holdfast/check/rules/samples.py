@@ -10,7 +10,7 @@ a commit is told before anything of it is submitted. What a death may swallow:
 
 from collections import Counter, defaultdict
 
-from holdfast.check.history import SLACK_S, Entry, History, Life, grouped
+from holdfast.check.history import SLACK_S, Entry, History, Life
 from holdfast.check.schema import (
     GroupDropped,
     RolloutLoaded,
@@ -28,10 +28,7 @@ __all__ = ["RULES", "commits"]
 
 def commits(history: History) -> dict[int, Entry[StepCommitted]]:
     """The first commit of every step; that all of them are the same is a rule of its own."""
-    found: dict[int, Entry[StepCommitted]] = {}
-    for one in history.of(StepCommitted):
-        found.setdefault(one.event.step, one)
-    return found
+    return history.first(StepCommitted, lambda it: it.step)
 
 
 def _made(history: History) -> dict[str, list[Entry[RolloutMade]]]:
@@ -140,12 +137,10 @@ def whole(history: History) -> Result:
 def acknowledged(history: History) -> Result:
     """Look at every acknowledgement."""
     result, first = Result(), commits(history)
-    trained = grouped(history.of(StepTrained), [one.event.step for one in history.of(StepTrained)])
+    trained = history.by(StepTrained, lambda it: it.step)
     own = {(one.life, one.event.step) for one in history.of(StepCommitted)}
-    applied: dict[int, float] = {}
-    for one in history.of(TrainerApplied):
-        number = one.event.number
-        applied[number] = min(applied.get(number, one.event.at), one.event.at)
+    numbers = history.by(TrainerApplied, lambda it: it.number)
+    applied = {number: min(one.event.at for one in all) for number, all in numbers.items()}
     for ack in history.of(StepAcknowledged):
         result.checked += 1
         step, commit = ack.event.step, first.get(ack.event.step)
@@ -178,8 +173,8 @@ def complete(history: History) -> Result:
     trained = {one.event.step for one in history.of(StepTrained)}
     consumed = {one.event.step for one in history.of(StepAcknowledged)}
     last: dict[Life, int] = {}
-    for commit in history.of(StepCommitted):
-        last[commit.life] = max(last.get(commit.life, 0), commit.event.step)
+    for commit in sorted(history.of(StepCommitted), key=lambda one: one.event.step):
+        last[commit.life] = commit.event.step
     applied = {one.event.number for one in history.of(TrainerApplied)}
     for step in range(1, upto + 1):
         result.checked += 1

@@ -9,6 +9,7 @@ which channel, and checkpoints are versions too.
 """
 
 from collections import Counter, defaultdict
+from typing import Any
 
 from holdfast.check.history import SLACK_S, Entry, History, Life
 from holdfast.check.schema import (
@@ -18,7 +19,7 @@ from holdfast.check.schema import (
     StepTrained,
     TrainerApplied,
 )
-from holdfast.check.verdict import Result, rule
+from holdfast.check.verdict import Result, rule, unseen
 
 __all__ = ["RULES"]
 
@@ -29,10 +30,8 @@ def published(history: History) -> Result:
     result = Result()
     if lost := history.lost(TrainerApplied):
         return Result(unchecked=f"{lost} events were lost")
-    first: dict[int, Entry[TrainerApplied]] = {}
-    for one in history.of(TrainerApplied):
-        if one.event.number not in first or one.event.at < first[one.event.number].event.at:
-            first[one.event.number] = one
+    applied = history.by(TrainerApplied, lambda it: it.number)
+    first = {number: min(all, key=lambda one: one.event.at) for number, all in applied.items()}
     newest = max(first, default=-1)
     for load in history.of(RolloutLoaded):
         result.checked += 1
@@ -53,17 +52,12 @@ def published(history: History) -> Result:
 def content(history: History) -> Result:
     """Compare the hashes of every version."""
     result = Result()
-    said: dict[int, list[tuple[str, Entry[RolloutLoaded] | Entry[StepTrained]]]]
-    said = defaultdict(list)
-    for trained in history.of(StepTrained):
-        said[trained.event.version].append((trained.event.content, trained))
-    for load in history.of(RolloutLoaded):
-        said[load.event.version].append((load.event.content, load))
-    for version, all in sorted(said.items()):
-        result.checked += len(all)
-        seen: dict[str, Entry[RolloutLoaded] | Entry[StepTrained]] = {}
-        for one, entry in all:
-            seen.setdefault(one, entry)
+    said: dict[int, dict[str, Entry[Any]]] = defaultdict(dict)
+    told: list[Entry[Any]] = [*history.of(StepTrained), *history.of(RolloutLoaded)]
+    for one in told:
+        result.checked += 1
+        said[one.event.version].setdefault(one.event.content, one)
+    for version, seen in sorted(said.items()):
         if len(seen) > 1:
             says = f"version {version} has {len(seen)} contents: {', '.join(seen)}"
             result.find(says, *seen.values(), step=version)
@@ -114,13 +108,11 @@ def version(history: History) -> Result:
     return result
 
 
-@rule("weights.kept", 6, "no version is deleted while a replica may load it")
-def kept(_: History) -> Result:
-    """Say why this cannot be seen here."""
-    return Result(
-        unchecked="weights.swept does not say of which channel, so checkpoints and versions "
-        "cannot be told apart"
+kept = rule("weights.kept", 6, "no version is deleted while a replica may load it")(
+    unseen(
+        "weights.swept does not say of which channel, so checkpoints and versions cannot be "
+        "told apart"
     )
-
+)
 
 RULES = (published, content, served, version, kept)

@@ -11,10 +11,16 @@ from typing import BinaryIO
 import msgspec
 
 from holdfast.errors import Mistake
-from holdfast.rollout.environments.asking import answer, blame
 from holdfast.rollout.environments.base import Environment, limits_of
 from holdfast.rollout.environments.loading import load_environment
-from holdfast.rollout.environments.wire import MAX_LINE_BYTES, Answer, AskLoad, Question
+from holdfast.rollout.environments.wire import (
+    MAX_LINE_BYTES,
+    Answer,
+    AskLoad,
+    Question,
+    answer,
+    blame,
+)
 
 
 def main() -> None:
@@ -23,11 +29,16 @@ def main() -> None:
     environment: Environment | None = None
     while raw := questions.readline(MAX_LINE_BYTES):
         question = msgspec.json.decode(raw, type=Question)
-        if isinstance(question.ask, AskLoad):
-            environment, said = _load(question.number, question.ask)
-        else:
-            assert environment is not None, "nothing was loaded"
-            said = _answer(question, environment)
+        try:
+            if isinstance(question.ask, AskLoad):
+                environment = load_environment(question.ask.name, question.ask.options)
+                result: object = limits_of(environment)
+            else:
+                assert environment is not None, "nothing was loaded"
+                result = answer(environment, question.ask)
+            said = Answer(question.number, msgspec.Raw(msgspec.json.encode(result)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's code
+            said = _failure(question, error)
         answers.write(_encoded(said))
         answers.flush()
 
@@ -42,27 +53,13 @@ def _line() -> tuple[BinaryIO, BinaryIO]:
     return questions, answers
 
 
-def _load(number: int, ask: AskLoad) -> tuple[Environment | None, Answer]:
-    try:
-        environment = load_environment(ask.name, ask.options)
-        return environment, Answer(number, _raw(limits_of(environment)))
-    except Mistake as error:
-        return None, Answer(number, error=str(error), mistake=type(error).__name__)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's code
-        text = f"environment {ask.name} does not load: {blame(error)}"
-        return None, Answer(number, error=text, mistake="Mistake")
-
-
-def _answer(question: Question, environment: Environment) -> Answer:
-    assert not isinstance(question.ask, AskLoad)
-    try:
-        return Answer(question.number, _raw(answer(environment, question.ask)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody else's code
+def _failure(question: Question, error: BaseException) -> Answer:
+    if not isinstance(question.ask, AskLoad):
         return Answer(question.number, error=blame(error))
-
-
-def _raw(result: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(result))
+    if isinstance(error, Mistake):
+        return Answer(question.number, error=str(error), mistake=type(error).__name__)
+    text = f"environment {question.ask.name} does not load: {blame(error)}"
+    return Answer(question.number, error=text, mistake="Mistake")
 
 
 def _encoded(said: Answer) -> bytes:

@@ -8,9 +8,8 @@ A prompt is a number and a sign that says what to do with it: `48213>`, `48213=`
 """
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from holdfast.engine.noise import seed_of
 from holdfast.errors import Mistake
@@ -22,36 +21,30 @@ __all__ = ["Copy", "Increment", "Reverse"]
 _LEAST, _MOST = 2, 18
 
 
-class _Digits(Environment):
-    """A number goes in and as many digits come out."""
+class Digits(Environment):
+    """A number goes in and as many digits come out; the last `without` numbers are not asked."""
 
-    sign: ClassVar[str]
-
-    def __init__(self, digits: int = 5) -> None:
+    def __init__(
+        self, sign: str, answer: Callable[[str], str], without: int, /, digits: int = 5
+    ) -> None:
         if type(digits) is not int or not _LEAST <= digits <= _MOST:
             raise Mistake(
                 f"digits is {digits!r}: it must be a whole number from {_LEAST} to {_MOST}"
             )
         self.digits = digits
         self.max_tokens = digits
-
-    @abstractmethod
-    def answer(self, text: str) -> str:
-        """What is right."""
+        self._sign, self._answer = sign, answer
+        self._numbers = int(10**digits) - without
 
     def task(self, seed: int, purpose: Purpose) -> Task:
         """The first number of the seed's that is for this purpose."""
         for attempt in itertools.count():
-            number = seed_of("number", seed, purpose, attempt) % self.numbers()
+            number = seed_of("number", seed, purpose, attempt) % self._numbers
             text = f"{number:0{self.digits}}"
-            prompt = text + self.sign
+            prompt = text + self._sign
             if held_out(prompt) == (purpose == "eval"):
-                return Task(prompt, self.answer(text))
+                return Task(prompt, self._answer(text))
         raise AssertionError("unreachable")
-
-    def numbers(self) -> int:
-        """How many numbers there are, from 0."""
-        return int(10**self.digits)
 
     def score(self, task: Task, turns: Sequence[str], pieces: Sequence[str]) -> Score:  # noqa: ARG002
         """Credit by place; the reward is the share of places that are right."""
@@ -61,38 +54,16 @@ class _Digits(Environment):
         return Score(right / places, text == task.answer, tuple(_credit(task.answer, pieces)))
 
 
-class Reverse(_Digits):
-    """The number, from its last digit to its first."""
-
-    sign = ">"
-
-    def answer(self, text: str) -> str:
-        """What is right."""
-        return text[::-1]
+def _plus_one(text: str) -> str:
+    return f"{int(text) + 1:0{len(text)}}"
 
 
-class Copy(_Digits):
-    """The number again."""
-
-    sign = "="
-
-    def answer(self, text: str) -> str:
-        """What is right."""
-        return text
-
-
-class Increment(_Digits):
-    """The number plus one, in as many digits: nines alone are never asked for."""
-
-    sign = "+"
-
-    def answer(self, text: str) -> str:
-        """What is right."""
-        return f"{int(text) + 1:0{self.digits}}"
-
-    def numbers(self) -> int:
-        """All but the last."""
-        return super().numbers() - 1
+Reverse = partial(Digits, ">", lambda text: text[::-1], 0)
+"""The number, from its last digit to its first."""
+Copy = partial(Digits, "=", str, 0)
+"""The number again."""
+Increment = partial(Digits, "+", _plus_one, 1)
+"""The number plus one, in as many digits: nines alone are never asked for."""
 
 
 def _credit(answer: str, pieces: Sequence[str]) -> Iterator[float]:

@@ -2,8 +2,7 @@
 
 Whatever the environment does (raise, return nonsense, hang, exit, crash), the caller gets `Spoilt`
 within a limit and goes on. Those that are shipped are pure and quick and run right here; a plug-in
-runs in a process of its own, see `outside`. An environment of somebody else's that is run here
-all the same (`isolated=False`, for a debugger) can hang or end this process.
+runs in a process of its own, see `outside`.
 """
 
 import math
@@ -11,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from holdfast.errors import Mistake
-from holdfast.rollout.environments.asking import answer, blame
 from holdfast.rollout.environments.base import Limits, Purpose, Score, Spoilt, Task, limits_of
 from holdfast.rollout.environments.loading import is_plugin, load_environment
 from holdfast.rollout.environments.outside import Outside
-from holdfast.rollout.environments.wire import AskReply, AskScores, AskTasks
+from holdfast.rollout.environments.wire import Ask, AskReply, AskScores, AskTasks, answer, blame
 
 __all__ = ["Judge"]
 
@@ -30,25 +28,14 @@ class Judge:
     it does not load.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        limit_s: float = 10.0,
-        isolated: bool | None = None,
-    ) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any], *, limit_s: float = 10.0) -> None:
         if not 0 < limit_s < math.inf:
             raise Mistake(f"limit_s is {limit_s}: it must be a number of seconds above 0")
-        if is_plugin(name) if isolated is None else isolated:
-            self._environment: Outside | _Inside = Outside(name, options, limit_s)
+        self._environment: Outside | _Inside
+        if is_plugin(name):
+            self._environment = Outside(name, options, limit_s)
         else:
             self._environment = _Inside(name, options)
-
-    @property
-    def pid(self) -> int | None:
-        """The process that runs the environment, if it has one of its own now."""
-        return self._environment.pid
 
     async def limits(self) -> Limits:
         """How much a model may say."""
@@ -81,15 +68,13 @@ class Judge:
 class _Inside:
     """A shipped environment, in this process."""
 
-    pid = None
-
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._environment = load_environment(name, options)
 
     async def limits(self) -> Limits:
         return limits_of(self._environment)
 
-    async def ask(self, ask: AskTasks | AskScores | AskReply, kind: type[_T]) -> _T:  # noqa: ARG002
+    async def ask(self, ask: Ask, kind: type[_T]) -> _T:  # noqa: ARG002
         try:
             result: _T = answer(self._environment, ask)
         except (Exception, SystemExit) as error:

@@ -26,15 +26,7 @@ from holdfast import errors
 from holdfast.errors import Mistake, TimedOut
 from holdfast.proc import Child, spawn
 from holdfast.rollout.environments.base import Limits, Spoilt
-from holdfast.rollout.environments.wire import (
-    MAX_LINE_BYTES,
-    Answer,
-    AskLoad,
-    AskReply,
-    AskScores,
-    AskTasks,
-    Question,
-)
+from holdfast.rollout.environments.wire import MAX_LINE_BYTES, Answer, Ask, AskLoad, Question
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Outside"]
@@ -54,12 +46,7 @@ class Outside:
         self._limits: Limits | None = None
         self._closed = False
 
-    @property
-    def pid(self) -> int | None:
-        """The process, if there is one now."""
-        return self._process.child.pid if self._process is not None else None
-
-    async def ask(self, ask: AskTasks | AskScores | AskReply, kind: type[_T]) -> _T:
+    async def ask(self, ask: Ask, kind: type[_T]) -> _T:
         """The answer, of this type."""
         async with self._lock:
             process = await self._ready()
@@ -98,11 +85,7 @@ class Outside:
         return process
 
     async def _exchange(
-        self,
-        process: "_Process",
-        ask: AskLoad | AskTasks | AskScores | AskReply,
-        kind: type[_T],
-        limit_s: float,
+        self, process: "_Process", ask: AskLoad | Ask, kind: type[_T], limit_s: float
     ) -> _T:
         try:
             question = process.encoded(ask)
@@ -111,7 +94,7 @@ class Outside:
         try:
             async with asyncio.timeout(limit_s):
                 said = await process.exchange(question)
-            result = _result(said, kind) if said.error is None else None
+            result = msgspec.json.decode(said.result, type=kind) if said.error is None else None
         except TimeoutError:
             self._drop(process)
             raise Spoilt(f"the environment did not answer within {limit_s:g} s") from None
@@ -163,7 +146,7 @@ class _Process:
             child.kill_group()
             raise
 
-    def encoded(self, ask: AskLoad | AskTasks | AskScores | AskReply) -> bytes:
+    def encoded(self, ask: AskLoad | Ask) -> bytes:
         """The next question, as a line."""
         data = msgspec.json.encode(Question(self._number + 1, ask)) + b"\n"
         if len(data) > MAX_LINE_BYTES:
@@ -195,10 +178,6 @@ class _Process:
         with contextlib.suppress(TimedOut):
             await asyncio.to_thread(self.child.wait, DEFAULTS.environment_end_s)
         self.child.kill_group()
-
-
-def _result(said: Answer, kind: type[_T]) -> _T:
-    return msgspec.json.decode(said.result, type=kind)
 
 
 def _error(said: Answer) -> Mistake | Spoilt:

@@ -7,7 +7,6 @@ for each purpose, or an error.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,12 +19,8 @@ __all__ = ["TaskList", "read_tasks"]
 _MAX_BYTES = 256 << 20
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True):
-    """What a line of the file may say: a task."""
-
-    prompt: str
-    answer: str = ""
-    facts: dict[str, Any] = {}
+class _Row(Task, frozen=True, forbid_unknown_fields=True):
+    """What a line of the file may say: a task, and nothing else."""
 
 
 class TaskList:

@@ -2,16 +2,21 @@
 
 One line of JSON each way: a question, then its answer. The first question is how to load the
 environment. Lines are bounded. No pickle: what comes back is checked against a type.
+
+`answer` asks the environment, in the process where it lives: questions in, checked answers out.
 """
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from holdfast.rollout.environments.base import Purpose, Task
+from holdfast.rollout.environments import base
+from holdfast.rollout.environments.base import Environment, Purpose, Score, Spoilt, Task
 
-__all__ = ["MAX_LINE_BYTES", "Answer", "AskLoad", "AskReply", "AskScores", "AskTasks", "Question"]
+__all__ = ["MAX_LINE_BYTES", "Answer", "Ask", "AskLoad", "AskReply", "AskScores", "AskTasks"]
+__all__ += ["Question", "answer", "blame"]
 
 MAX_LINE_BYTES = 16 << 20
 
@@ -44,11 +49,15 @@ class AskReply(msgspec.Struct, frozen=True, tag="reply"):
     turns: list[str]
 
 
+Ask = AskTasks | AskScores | AskReply
+"""What a loaded environment can be asked."""
+
+
 class Question(msgspec.Struct, frozen=True):
     """A numbered question."""
 
     number: int
-    ask: AskLoad | AskTasks | AskScores | AskReply
+    ask: AskLoad | Ask
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -61,3 +70,31 @@ class Answer(msgspec.Struct, frozen=True):
     result: msgspec.Raw = msgspec.Raw(b"null")
     error: str | None = None
     mistake: str | None = None
+
+
+def answer(environment: Environment, ask: Ask) -> Any:
+    """What the environment says. Raises what the environment raises, or `Spoilt`."""
+    match ask:
+        case AskTasks():
+            return [base.check_task(environment.task(seed, ask.purpose)) for seed in ask.seeds]
+        case AskScores():
+            return [_score(environment, ask.task, *episode) for episode in ask.episodes]
+        case AskReply():
+            reply = environment.reply(ask.task, tuple(ask.turns))
+            if reply is not None and not isinstance(reply, str):
+                raise Spoilt(f"the environment gave a {type(reply).__name__} for a reply")
+            return reply
+
+
+def _score(environment: Environment, task: Task, turns: list[str], pieces: list[str]) -> Score:
+    return base.check_score(environment.score(task, tuple(turns), tuple(pieces)), pieces)
+
+
+def blame(error: BaseException) -> str:
+    """The error in one line, and where it was raised."""
+    if isinstance(error, Spoilt):
+        return str(error)
+    text = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{text[:1000]}{where}"

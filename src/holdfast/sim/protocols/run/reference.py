@@ -125,15 +125,7 @@ class Reference:
             self.lines.append(eval_line(step, self.tried(step)))
 
     def _ask(self, step: int, group: int) -> Ask:
-        rollout = self._config.rollout
-        return plan.train_ask(
-            self._config.seed,
-            step,
-            group,
-            lag=rollout.lag,
-            count=rollout.samples,
-            temperature=rollout.temperature,
-        )
+        return plan.train_ask(self._config, step, group)
 
 
 def _whole(array: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> ops.Tensor:
