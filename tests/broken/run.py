@@ -162,31 +162,22 @@ class _LastDrop(_LastWriter):
     over = "drop/"
 
 
-def _records(records: type[Steps]) -> Make:
-    return variant(RunProtocol, records, records=records)
-
-
-def _orchestrator(orchestrator: type[SimOrchestrator]) -> Make:
-    return variant(RunProtocol, orchestrator, orchestrator=orchestrator)
-
+_with = functools.partial(variant, RunProtocol)
 
 BROKEN: dict[str, Make] = {
-    "": _records(_LastCommit),
-    "looks-first": _records(_Impatient),
-    "drops": _records(_LastDrop),
-    "newest": _orchestrator(_Newest),
-    "early": _orchestrator(_Early),
-    "numbers": _orchestrator(_NewNumbers),
-    "promised": _orchestrator(_Promised),
-    "count": _orchestrator(_Count),
-    "skipped": _records(_Skips),
-    "order": _records(_CommitsFirst),
-    "old-news": variant(RunProtocol, _only_asks, ended=_only_asks),
-    "forgetful": _orchestrator(_Forgetful),
-    "unfenced": variant(
-        RunProtocol,
-        _Seatless,
-        trainer=functools.partial(Trainer, journal=_Seatless),
-        guarded=False,
+    "": _with(records=_LastCommit),
+    "looks-first": _with(records=_Impatient),
+    "drops": _with(records=_LastDrop),
+    "newest": _with(orchestrator=_Newest),
+    "early": _with(orchestrator=_Early),
+    "numbers": _with(orchestrator=_NewNumbers),
+    "promised": _with(orchestrator=_Promised),
+    "count": _with(orchestrator=_Count),
+    "skipped": _with(records=_Skips),
+    "order": _with(records=_CommitsFirst),
+    "old-news": _with(ended=_only_asks),
+    "forgetful": _with(orchestrator=_Forgetful),
+    "unfenced": _with(
+        _Seatless, trainer=functools.partial(Trainer, journal=_Seatless), guarded=False
     ),
 }
