@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from holdfast.sim.faults import Table, describe
-from holdfast.sim.pool import Find, Pool
-from holdfast.sim.runner import Failure, Make, Summary, play, shortest
+from holdfast.sim.pool import Pool
+from holdfast.sim.runner import Failure, Summary, play, shortest
 
 __all__ = ["Player", "commit_seed"]
 
@@ -22,20 +22,11 @@ _STORY_LINES = 60
 class Player:
     """Plays protocols by their names and prints what came of it."""
 
-    def __init__(self, find: Find, command: str, *, steps: int | None, jobs: int | None) -> None:
-        """`find` knows the protocols; `command` replays a schedule."""
-        self._find = find
+    def __init__(self, pool: Pool, command: str, *, steps: int | None) -> None:
+        """`pool` knows the protocols; `command` replays a schedule."""
+        self._pool = pool
         self._command = command
         self._steps = steps
-        self._jobs = jobs
-        self._pool: Pool
-
-    def __enter__(self) -> "Player":
-        self._pool = Pool(self._find, self._jobs).__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
 
     def holds(self, name: str, seeds: range) -> bool:
         """Whether a protocol keeps its promises, and met every fault at every kind of step."""
@@ -60,7 +51,7 @@ class Player:
 
     def replay(self, name: str, seed: int) -> bool:
         """Play exactly one schedule, and tell its story if it breaks a promise."""
-        failure, table = play(self._find(name), seed, steps=self._steps)
+        failure, table = play(self._pool.find(name), seed, steps=self._steps)
         if failure is None:
             steps, faults = table.steps.total(), table.fired.total()
             click.echo(f"{name}: ok: seed {seed}, {steps} steps, {faults} faults")
@@ -91,8 +82,7 @@ class Player:
 
     def _tell(self, name: str, failure: Failure) -> None:
         click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
-        make: Make = self._find(name)
-        short = shortest(make, failure, steps=self._steps)
+        short = shortest(self._pool.find(name), failure, steps=self._steps)
         if short.violation != failure.violation:
             click.echo(f"With fewer faults it is: {short.violation}")
         click.echo(
