@@ -21,7 +21,7 @@ from holdfast.sim.disk import SimDisk
 from holdfast.sim.faults import APPLIES, NET, STORE, Fault, Swarm, Table, describe, pairs
 from holdfast.sim.files import SimFiles
 from holdfast.sim.loop import OWNER, Owner, VirtualLoop
-from holdfast.sim.net import Ports, SimNet
+from holdfast.sim.net import Handler, SimNet
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.store import SimStore
 from holdfast.transfer.memory import MemoryBackend
@@ -122,7 +122,8 @@ class World:
         self.files = SimFiles(self.loop.time, protocol.disk_bytes)
         protocol.files = self.files
         self.values = protocol.values = MemoryBackend()
-        self.ports = Ports()
+        self.ports: dict[str, tuple[Node, Handler]] = {}
+        """Who listens where, alive or dead."""
         possible = pairs(
             disk=protocol.disk, store=protocol.store, net=protocol.net, never=protocol.never
         )

@@ -181,10 +181,8 @@ class WeightsProtocol(Protocol):
                 return max(pin.number, -1 if last is None else last)
         except Corrupt as error:
             raise Violation(f"{subscriber.name} was given damaged weights: {error}") from error
-        except Gone:
+        except (Gone, Mistake):
             return last  # it went before we pinned it: the next one does
-        except Mistake:
-            return last
 
     async def _acknowledge(self, subscriber: Subscriber, number: int) -> None:
         """Tell it; while that goes on, what was told before may stand there as well."""
