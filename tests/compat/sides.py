@@ -6,7 +6,6 @@ comes from `tests/fixtures/package.tar.xz`. Programs of both sides are the same 
 """
 
 import contextlib
-import http.client
 import json
 import os
 import select
@@ -15,11 +14,12 @@ import subprocess
 import sys
 import tarfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
+from holdfast.errors import Unavailable
+from holdfast.fetch import fetch
 from patience import HANG_S
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -185,24 +185,19 @@ class Service:
                 return False
             self._url, self._key = note["url"], note["key"]
             return self.ask("GET", "/readyz")[0] == 200
-        except OSError:
+        except (OSError, Unavailable):
             return False
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """One request; the answer's status, and what its JSON says."""
-        where = urllib.parse.urlsplit(self._url)
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=LIMIT_S)
+        raw = None if body is None else json.dumps(body).encode()
+        status, content = fetch(
+            method, self._url + path, timeout_s=LIMIT_S, headers={"X-Api-Key": self._key}, body=raw
+        )
         try:
-            raw = None if body is None else json.dumps(body)
-            connection.request(method, path, raw, {"X-Api-Key": self._key})
-            answer = connection.getresponse()
-            content = answer.read()
-        finally:
-            connection.close()
-        try:
-            return answer.status, json.loads(content)
+            return status, json.loads(content)
         except ValueError:
-            return answer.status, content
+            return status, content
 
     def jobs(self, rest: str = "") -> str:
         return f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs{rest}"

@@ -11,8 +11,8 @@ import dataclasses
 import re
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any, get_args
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, get_args
 
 import click
 
@@ -26,6 +26,9 @@ from holdfast.jobs.note import read_note
 from holdfast.machine import state_dir
 
 __all__ = ["chaos"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[F], F]
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _LONGEST_S = 86_400.0
@@ -50,17 +53,17 @@ def _address(text: str | tuple[str, int]) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _time(flag: str, about: str, *names: str, default: str | None = None) -> Any:
+def _time(flag: str, about: str, *names: str, default: str | None = None) -> Option[F]:
     """An option that is a time."""
     return click.option(flag, *names, type=_duration, metavar="TIME", default=default, help=about)
 
 
-def _chance(flag: str, about: str) -> Any:
+def _chance(flag: str, about: str) -> Option[F]:
     """An option that is a probability."""
     return click.option(flag, type=click.FloatRange(0, 1), default=0.0, metavar="P", help=about)
 
 
-def _bytes(flag: str, kind: click.ParamType, about: str) -> Any:
+def _bytes(flag: str, kind: click.ParamType[Any], about: str) -> Option[F]:
     """An option that is a number of bytes."""
     return click.option(flag, type=kind, metavar="BYTES", help=about)
 

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -19,14 +20,13 @@ _SEEDS_PER_PAIR = 3
 _STORY_LINES = 60
 
 
+@dataclass
 class Player:
-    """Plays protocols by their names and prints what came of it."""
+    """Plays protocols by their names and prints what came of it; `command` replays a schedule."""
 
-    def __init__(self, pool: Pool, command: str, *, steps: int | None) -> None:
-        """`pool` knows the protocols; `command` replays a schedule."""
-        self._pool = pool
-        self._command = command
-        self._steps = steps
+    pool: Pool
+    command: str
+    steps: int | None
 
     def holds(self, name: str, seeds: range) -> bool:
         """Whether a protocol keeps its promises, and met every fault at every kind of step."""
@@ -42,7 +42,7 @@ class Player:
 
     def catches(self, name: str, seeds: range) -> bool:
         """Whether one of the schedules breaks a protocol."""
-        for summary in self._pool.search(name, seeds, steps=self._steps):
+        for summary in self.pool.search(name, seeds, steps=self.steps):
             if (found := summary.failure) is not None:
                 click.echo(f"  {name}: caught by seed {found.seed}: {found.violation}")
                 return True
@@ -51,7 +51,7 @@ class Player:
 
     def replay(self, name: str, seed: int) -> bool:
         """Play exactly one schedule, and tell its story if it breaks a promise."""
-        failure, table = play(self._pool.find(name), seed, steps=self._steps)
+        failure, table = play(self.pool.find(name), seed, steps=self.steps)
         if failure is None:
             steps, faults = table.steps.total(), table.fired.total()
             click.echo(f"{name}: ok: seed {seed}, {steps} steps, {faults} faults")
@@ -63,7 +63,7 @@ class Player:
         began = shown = time.monotonic()
         summary: Summary | None = None
         terminal = sys.stderr.isatty()
-        for summary in self._pool.search(name, seeds, steps=self._steps):
+        for summary in self.pool.search(name, seeds, steps=self.steps):
             if terminal and time.monotonic() - shown > 0.5:
                 shown = time.monotonic()
                 click.echo(f"\r{name}: {summary.schedules} of {len(seeds)} ", nl=False, err=True)
@@ -82,7 +82,7 @@ class Player:
 
     def _tell(self, name: str, failure: Failure) -> None:
         click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
-        short = shortest(self._pool.find(name), failure, steps=self._steps)
+        short = shortest(self.pool.find(name), failure, steps=self.steps)
         if short.violation != failure.violation:
             click.echo(f"With fewer faults it is: {short.violation}")
         click.echo(
@@ -98,8 +98,8 @@ class Player:
             click.echo("The story:")
         for at, who, what in lines[-_STORY_LINES:]:
             click.echo(f"  {at:10.3f}  {who:7} {what}")
-        extra = "" if self._steps is None else f" --steps {self._steps}"
-        click.echo(f"Replay it: {self._command} {name} --seed {failure.seed}{extra}")
+        extra = "" if self.steps is None else f" --steps {self.steps}"
+        click.echo(f"Replay it: {self.command} {name} --seed {failure.seed}{extra}")
 
 
 def commit_seed() -> int:

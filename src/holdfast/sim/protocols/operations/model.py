@@ -75,7 +75,7 @@ class OperationsProtocol(Protocol):
     )
 
     def __init__(self, trainer: Callable[..., Trainer] = Trainer, *, guarded: bool = True) -> None:
-        self._trainers = Trainers(trainer, KEYS, ToyCompute, ToyVault, POLICY, guarded=guarded)
+        self._trainers = Trainers(trainer, KEYS, ToyCompute, ToyVault, POLICY, guarded)
         self._entries: dict[str, dict[int, Entry]] = {}
         self._results: dict[str, dict[int, Result]] = {}
         self._trimmed: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from holdfast.errors import Fenced
 from holdfast.jobs.policy import Policy
@@ -30,29 +31,20 @@ HASTY = Policy(
 Answers = Callable[[Node, Trainer], Handler]
 
 
+@dataclass
 class Trainers:
     """What they are made of, and the files that outlive them.
 
     Unless they are `guarded`, they do not compare which of them is the job's incarnation.
     """
 
-    def __init__(
-        self,
-        make: Callable[..., Trainer],
-        keys: Keys,
-        compute: type[ToyCompute],
-        vault: type[ToyVault],
-        policy: Policy,
-        *,
-        guarded: bool,
-    ) -> None:
-        self._make = make
-        self._keys = keys
-        self._compute = compute
-        self._vault = vault
-        self._policy = policy
-        self._guarded = guarded
-        self.files: dict[tuple[int, int], bytes] = {}
+    make: Callable[..., Trainer]
+    keys: Keys
+    compute: type[ToyCompute]
+    vault: type[ToyVault]
+    policy: Policy
+    guarded: bool
+    files: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
     async def take_over(self, node: Node, address: str, answers: Answers) -> None:
         """Take over again and again; when all faults are over, only the first trainer does."""
@@ -84,15 +76,15 @@ class Trainers:
             node.net.close(address)
 
     async def _begin(self, node: Node, epoch: int) -> Trainer:
-        trainer = self._make(
+        trainer = self.make(
             node,
-            self._keys,
-            [value_is(EPOCH, b"%d" % epoch)] if self._guarded else [],
-            compute=self._compute(node),
+            self.keys,
+            [value_is(EPOCH, b"%d" % epoch)] if self.guarded else [],
+            compute=self.compute(node),
             segments=lambda term: ToySegments(self.files, term),
-            vault=lambda journal: self._vault(node, lambda: journal.guards),
+            vault=lambda journal: self.vault(node, lambda: journal.guards),
             wall=lambda: 1e9 + node.now(),
-            policy=self._policy,
+            policy=self.policy,
         )
         await trainer.begin(epoch, by=f"{node.name} {node.random.random()}")
         return trainer

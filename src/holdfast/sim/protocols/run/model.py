@@ -88,7 +88,7 @@ class RunProtocol(Protocol):
     ) -> None:
         self._orchestrator = orchestrator
         self._records = records
-        self._trainers = Trainers(trainer, TRAINED, Compute, Vault, HASTY, guarded=guarded)
+        self._trainers = Trainers(trainer, TRAINED, Compute, Vault, HASTY, guarded)
         self._ended = ended
         self._config = _config(0, 4, 1)
         self._reference = Reference(self._config)
