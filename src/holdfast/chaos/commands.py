@@ -68,7 +68,8 @@ def _bytes(flag: str, kind: click.ParamType[Any], about: str) -> Option[F]:
     return click.option(flag, type=kind, metavar="BYTES", help=about)
 
 
-_seed = click.option("--seed", type=int, default=0, show_default=True)
+def _seed(command: F) -> F:
+    return click.option("--seed", type=int, default=0, show_default=True)(command)
 
 
 @click.group()

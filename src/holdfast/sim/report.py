@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from holdfast.sim.faults import Table, describe
+from holdfast import text
+from holdfast.sim.faults import describe
 from holdfast.sim.pool import Pool
 from holdfast.sim.runner import Failure, Summary, play, shortest
 
@@ -31,7 +32,9 @@ class Player:
     def holds(self, name: str, seeds: range) -> bool:
         """Whether a protocol keeps its promises, and met every fault at every kind of step."""
         summary = self._play(name, seeds)
-        _print_table(summary.table)
+        heads, *rows = summary.table.rows()
+        for line in text.table(heads, rows, " " + "r" * len(heads)):
+            click.echo(line)
         if summary.failure is not None:
             self._tell(name, summary.failure)
             return False
@@ -121,12 +124,3 @@ def _missing(summary: Summary) -> list[tuple[str, str]]:
     """Pairs of fault and step that should have met by now."""
     enough = summary.schedules >= _SEEDS_PER_PAIR * len(summary.table.possible)
     return summary.table.never_fired() if enough else []
-
-
-def _print_table(table: Table) -> None:
-    """How often each fault fired at each kind of step."""
-    rows = list(table.rows())
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join([row[0].ljust(len(first)), *rest]))
