@@ -28,7 +28,6 @@ from holdfast.machine import state_dir
 __all__ = ["chaos"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-Option = Callable[[F], F]
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _LONGEST_S = 86_400.0
@@ -53,17 +52,17 @@ def _address(text: str | tuple[str, int]) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _time(flag: str, about: str, *names: str, default: str | None = None) -> Option[F]:
+def _time(flag: str, about: str, *names: str, default: str | None = None) -> Callable[[F], F]:
     """An option that is a time."""
     return click.option(flag, *names, type=_duration, metavar="TIME", default=default, help=about)
 
 
-def _chance(flag: str, about: str) -> Option[F]:
+def _chance(flag: str, about: str) -> Callable[[F], F]:
     """An option that is a probability."""
     return click.option(flag, type=click.FloatRange(0, 1), default=0.0, metavar="P", help=about)
 
 
-def _bytes(flag: str, kind: click.ParamType[Any], about: str) -> Option[F]:
+def _bytes(flag: str, kind: click.ParamType[Any], about: str) -> Callable[[F], F]:
     """An option that is a number of bytes."""
     return click.option(flag, type=kind, metavar="BYTES", help=about)
 
