@@ -5,6 +5,7 @@ import click
 import broken
 from holdfast.errors import Mistake
 from holdfast.sim import protocols
+from holdfast.sim.pool import Pool
 from holdfast.sim.report import Player, commit_seed
 
 
@@ -38,7 +39,8 @@ def main(
             for one in broken.names(protocol):
                 click.echo(f"{one:30} {broken.about(one)}")
         return
-    with Player(broken.find, "python -m broken", steps=steps, jobs=jobs) as player:
+    with Pool(broken.find, jobs) as pool:
+        player = Player(pool, "python -m broken", steps=steps)
         if name is not None and "-broken" in name:
             broken.find(name)
             held = player.holds(name, range(seeds)) if seed is None else player.replay(name, seed)

@@ -17,20 +17,28 @@ from holdfast.sim.protocols.election import COUNTER, PREFIX, Count, ElectionProt
 __all__ = ["BROKEN"]
 
 
+async def _count(runtime: Runtime) -> Count:
+    """What is counted so far."""
+    stored = await load(runtime.ledger, COUNTER, Count)
+    return stored.record if stored else Count()
+
+
+def _more(count: Count, name: str, number: int, leadership: Leadership) -> Put:
+    """One more, whatever was done before."""
+    done = {**count.done, name: number}
+    return put(COUNTER, Count(token=leadership.token, total=count.total + 1, done=done))
+
+
 class _NoFence(ElectionProtocol):
     """The effect is guarded by belief instead of by comparison."""
 
     async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        stored = await load(runtime.ledger, COUNTER, Count)
-        count = stored.record if stored else Count()
+        count = await _count(runtime)
         if count.done.get(name, 0) >= number:
             return
         if not leadership.believes():
             raise Fenced("our lease has ended, by our own clock")
-        fresh = Count(
-            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
-        )
-        await runtime.ledger.txn([], [put(COUNTER, fresh)])
+        await runtime.ledger.txn([], [_more(count, name, number, leadership)])
 
 
 class _NoIdentity(ElectionProtocol):
@@ -38,18 +46,10 @@ class _NoIdentity(ElectionProtocol):
 
     async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
         for _ in range(5):
-            stored = await load(runtime.ledger, COUNTER, Count)
-            count = stored.record if stored else Count()
-            fresh = Count(
-                token=leadership.token,
-                total=count.total + 1,
-                done={**count.done, name: number},
-            )
-            try:
-                await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
-            except UnknownOutcome:
-                continue
-            return
+            more = _more(await _count(runtime), name, number, leadership)
+            with contextlib.suppress(UnknownOutcome):
+                await runtime.ledger.txn([leadership.guard], [more])
+                return
 
 
 class _WeakGuard(ElectionProtocol):
@@ -64,15 +64,11 @@ class _Optimist(ElectionProtocol):
     """A lost answer is taken for a success."""
 
     async def add(self, runtime: Runtime, name: str, number: int, leadership: Leadership) -> None:
-        stored = await load(runtime.ledger, COUNTER, Count)
-        count = stored.record if stored else Count()
-        if count.done.get(name, 0) >= number:
-            return
-        fresh = Count(
-            token=leadership.token, total=count.total + 1, done={**count.done, name: number}
-        )
-        with contextlib.suppress(UnknownOutcome):
-            await runtime.ledger.txn([leadership.guard], [put(COUNTER, fresh)])
+        count = await _count(runtime)
+        if count.done.get(name, 0) < number:
+            with contextlib.suppress(UnknownOutcome):
+                more = _more(count, name, number, leadership)
+                await runtime.ledger.txn([leadership.guard], [more])
 
 
 class _NoLease(Election):

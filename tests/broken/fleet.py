@@ -132,10 +132,12 @@ class _Hasty(Fleet):
         return msgspec.structs.replace(target, allowed=(target.staging or 0,)), members
 
 
+_with = functools.partial(variant, FleetProtocol)
+
+
 def _follow(mistake: object, follower: Callable[..., Follower]) -> Make:
     """Everybody who follows the target does it in another way."""
-    return variant(
-        FleetProtocol,
+    return _with(
         mistake,
         fleet=functools.partial(Fleet, follower=follower),
         replica=functools.partial(Replica, follower=follower),
@@ -146,25 +148,17 @@ def _plan(plan: Plan) -> Make:
     return _follow(plan, functools.partial(Follower, plan=plan))
 
 
-def _replica(replica: type[Replica]) -> Make:
-    return variant(FleetProtocol, replica, replica=replica)
-
-
-def _fleet(fleet: type[Fleet]) -> Make:
-    return variant(FleetProtocol, fleet, fleet=fleet)
-
-
 BROKEN: dict[str, Make] = {
     "": _plan(_skip_hold),
     "mix": _plan(_skip_hold_in_mix),
     "compare": _follow(_Blind, _Blind),
-    "drain": _replica(_NoDrain),
-    "held": _replica(_HeldEarly),
-    "acknowledge": _replica(_Unacknowledged),
-    "hearsay": _replica(_Hearsay),
-    "seat": _replica(_AnySeat),
-    "clock": _replica(_NoClock),
-    "restore": _replica(_NoRestore),
-    "touch": _fleet(_NoTouch),
-    "hasty": _fleet(_Hasty),
+    "drain": _with(replica=_NoDrain),
+    "held": _with(replica=_HeldEarly),
+    "acknowledge": _with(replica=_Unacknowledged),
+    "hearsay": _with(replica=_Hearsay),
+    "seat": _with(replica=_AnySeat),
+    "clock": _with(replica=_NoClock),
+    "restore": _with(replica=_NoRestore),
+    "touch": _with(fleet=_NoTouch),
+    "hasty": _with(fleet=_Hasty),
 }

@@ -1,9 +1,11 @@
 """The operations with one mistake each."""
 
+import asyncio
 import contextlib
 import functools
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Any
 
 from broken.variant import Make, variant
 from holdfast.ledger.types import Compare, Delete
@@ -12,8 +14,8 @@ from holdfast.trainer import ops
 from holdfast.trainer.checkpoints import Checkpoints
 from holdfast.trainer.core import Core
 from holdfast.trainer.effects import Effect, Effects
-from holdfast.trainer.journal import Journal, Write
-from holdfast.trainer.ops import Failed, LoadWeights, Op, Outcome
+from holdfast.trainer.journal import Journal
+from holdfast.trainer.ops import LoadWeights, Op, Outcome
 from holdfast.trainer.records import Entry, Result
 from holdfast.trainer.runner import Runner
 from holdfast.trainer.seams import Snapshot
@@ -26,27 +28,17 @@ __all__ = ["BROKEN"]
 class _EarlyPromise(Core):
     """An operation is promised before it is durable."""
 
-    async def append(
-        self,
-        state: State,
-        number: int,
-        op: Op,
-        *,
-        refused: Failed | None = None,
-        also: tuple[Write, ...] = (),
-    ) -> None:
-        if also or refused:
-            await super().append(state, number, op, refused=refused, also=also)
+    async def append(self, state: State, number: int, op: Op, **how: Any) -> None:
+        work = super().append(state, number, op, **how)
+        if any(how.values()):
+            await work
         else:
-            work = super().append(state, number, op)
             self.runtime.spawn(work, name="later").add_done_callback(_hear)
 
 
-def _hear(task: "object") -> None:
-    exception = getattr(task, "exception", lambda: None)
-    cancelled = getattr(task, "cancelled", lambda: True)
-    if not cancelled():
-        exception()
+def _hear(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class _EarlyResult(Runner):
@@ -104,11 +96,7 @@ class _LoadsAgain(Effects):
     """A replay loads saved weights again, which may have been replaced since."""
 
     async def _load(
-        self,
-        state: State,
-        number: int,
-        op: LoadWeights,
-        outcome: Outcome | None = None,
+        self, state: State, number: int, op: LoadWeights, outcome: Outcome | None = None
     ) -> Effect:
         _, save = self._core.saves.find(op.path)
         kept = await self._core.vault.load(f"{state.name}.w.kept", save.version)
@@ -153,34 +141,27 @@ class _Unsure(Core):
         yield
 
 
-def _core(core: type[Core]) -> Make:
-    return variant(OperationsProtocol, core, trainer=functools.partial(Trainer, core=core))
+def _trainer(mistake: type, *, guarded: bool = True, **parts: Any) -> Make:
+    """The protocol with a trainer of these parts."""
+    trainer = functools.partial(Trainer, **parts)
+    return variant(OperationsProtocol, mistake, trainer=trainer, guarded=guarded)
 
 
-def _journal(journal: type[Journal], *, guarded: bool = True) -> Make:
-    trainer = functools.partial(Trainer, journal=journal)
-    return variant(OperationsProtocol, journal, trainer=trainer, guarded=guarded)
-
-
-def _runner(mistake: type, runner: Callable[..., Runner]) -> Make:
-    return variant(OperationsProtocol, mistake, trainer=functools.partial(Trainer, runner=runner))
-
-
-def _checkpoints(checkpoints: type[Checkpoints]) -> Make:
-    return _runner(checkpoints, functools.partial(Runner, checkpoints=checkpoints))
+def _runner(mistake: type, **parts: Any) -> Make:
+    return _trainer(mistake, runner=functools.partial(Runner, **parts))
 
 
 BROKEN: dict[str, Make] = {
-    "": _core(_EarlyPromise),
-    "early-results": _runner(_EarlyResult, _EarlyResult),
-    "hasty-checkpoints": _journal(_NoFlush),
-    "payloads": _core(_WholePayload),
-    "unfenced": _journal(_Seatless, guarded=False),
-    "written-again": _journal(_Repeated),
-    "failures-again": _runner(_Retries, _Retries),
-    "load-replayed": _runner(_LoadsAgain, functools.partial(Runner, effects=_LoadsAgain)),
-    "trimmed-first": _checkpoints(_TrimsFirst),
-    "dropped-unkept": _checkpoints(_TakesNone),
-    "delivered-once": _core(_Forgets),
-    "from-memory": _core(_Unsure),
+    "": _trainer(_EarlyPromise, core=_EarlyPromise),
+    "early-results": _trainer(_EarlyResult, runner=_EarlyResult),
+    "hasty-checkpoints": _trainer(_NoFlush, journal=_NoFlush),
+    "payloads": _trainer(_WholePayload, core=_WholePayload),
+    "unfenced": _trainer(_Seatless, journal=_Seatless, guarded=False),
+    "written-again": _trainer(_Repeated, journal=_Repeated),
+    "failures-again": _trainer(_Retries, runner=_Retries),
+    "load-replayed": _runner(_LoadsAgain, effects=_LoadsAgain),
+    "trimmed-first": _runner(_TrimsFirst, checkpoints=_TrimsFirst),
+    "dropped-unkept": _runner(_TakesNone, checkpoints=_TakesNone),
+    "delivered-once": _trainer(_Forgets, core=_Forgets),
+    "from-memory": _trainer(_Unsure, core=_Unsure),
 }

@@ -207,7 +207,7 @@ class _OneHidden(RendezvousProtocol):
 def _node(
     rendezvous: type[Rendezvous], protocol: type[RendezvousProtocol] = RendezvousProtocol
 ) -> Make:
-    return variant(protocol, rendezvous, rendezvous=rendezvous)
+    return variant(protocol, rendezvous=rendezvous)
 
 
 def _closer(duty: type[Duty], protocol: type[RendezvousProtocol] = RendezvousProtocol) -> Make:
@@ -219,7 +219,7 @@ BROKEN: dict[str, Make] = {
     "stays": _node(_Deaf),
     "leaves": _node(_Hasty),
     "name": _node(_Namesake),
-    "fence": variant(RendezvousProtocol, _Careless, crew=_Careless),
+    "fence": variant(RendezvousProtocol, crew=_Careless),
     "ends": _closer(_Cumulative),
     "blind": _closer(_Blind),
     "reopens": _node(_Reopener),

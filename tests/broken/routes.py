@@ -1,7 +1,6 @@
 """The routes with one mistake each."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,7 +8,7 @@ import msgspec
 from broken.variant import Make, variant
 from holdfast.gateway import answers
 from holdfast.gateway.answers import Answer, Kind
-from holdfast.gateway.desk import Abandon, Desk, Forward
+from holdfast.gateway.desk import Desk, Forward
 from holdfast.jobs import decide
 from holdfast.jobs.host import Host
 from holdfast.jobs.records import Job, write
@@ -25,41 +24,21 @@ class _Believes(Desk):
     """A gateway says "not found" from its table, without reading the ledger."""
 
     async def serve(
-        self,
-        account: str,
-        job: str,
-        kind: Kind,
-        forward: Forward,
-        present: Callable[[], bool] = lambda: True,
-        *,
-        harmless: bool = False,
-        abandon: Abandon = lambda _: None,
+        self, account: str, job: str, kind: Kind, forward: Forward, *rest: Any, **how: Any
     ) -> Answer | None:
         verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
         if isinstance(verdict, Answer):
             return verdict
-        return await super().serve(
-            account, job, kind, forward, present, harmless=harmless, abandon=abandon
-        )
+        return await super().serve(account, job, kind, forward, *rest, **how)
 
 
 class _Eager(Desk):
     """A gateway sends an operation again that may have been received."""
 
     async def serve(
-        self,
-        account: str,
-        job: str,
-        kind: Kind,
-        forward: Forward,
-        present: Callable[[], bool] = lambda: True,
-        *,
-        harmless: bool = False,
-        abandon: Abandon = lambda _: None,
+        self, account: str, job: str, kind: Kind, forward: Forward, *rest: Any, **how: Any
     ) -> Answer | None:
-        return await super().serve(
-            account, job, kind, forward, present, harmless=True, abandon=abandon
-        )
+        return await super().serve(account, job, kind, forward, *rest, **how | {"harmless": True})
 
 
 class _Reborn(Jobs):
@@ -77,17 +56,10 @@ class _Reborn(Jobs):
 class _SameEpoch(Jobs):
     """Pausing, cancelling and deleting leave the epoch as it is."""
 
-    async def commit(
-        self,
-        found: Seen,
-        new: Job,
-        *,
-        compare: tuple[Compare, ...] = (),
-        ops: list[Op] | None = None,
-    ) -> bool:
+    async def commit(self, found: Seen, new: Job, **how: Any) -> bool:
         if new.state in ("PAUSED", "CANCELLING", "DELETING"):
             new = msgspec.structs.replace(new, epoch=found.job.epoch)
-        return await super().commit(found, new, compare=compare, ops=ops)
+        return await super().commit(found, new, **how)
 
 
 class _Blind(Jobs):
@@ -126,34 +98,25 @@ class _Late(Host):
         self._runtime.spawn(late(), name="publishes late")
 
 
-def _desk(desk: type[Desk]) -> Make:
-    return variant(RoutesProtocol, desk, desk=desk)
-
-
-def _jobs(jobs: type[Jobs]) -> Make:
-    return variant(RoutesProtocol, jobs, jobs=jobs)
-
+_with = functools.partial(variant, RoutesProtocol)
 
 BROKEN: dict[str, Make] = {
-    "": _desk(_Believes),
-    "again": _desk(_Eager),
-    "epoch": variant(
-        RoutesProtocol,
+    "": _with(desk=_Believes),
+    "again": _with(desk=_Eager),
+    "epoch": _with(
         "A trainer does whatever it is sent, and compares no epoch.",
         trainer=functools.partial(Trainer, guarded=False),
     ),
-    "resubmit": variant(
-        RoutesProtocol,
+    "resubmit": _with(
         "A caller that does not hear of its operation submits it again, under a new number.",
         resubmits=True,
     ),
-    "verify": variant(
-        RoutesProtocol,
+    "verify": _with(
         "A caller doubts every 404, without asking the control plane.",
         verifies=False,
     ),
-    "tombstone": _jobs(_Reborn),
-    "kept": _jobs(_SameEpoch),
-    "compare": _jobs(_Blind),
-    "publish": variant(RoutesProtocol, _Late, host=_Late),
+    "tombstone": _with(jobs=_Reborn),
+    "kept": _with(jobs=_SameEpoch),
+    "compare": _with(jobs=_Blind),
+    "publish": _with(host=_Late),
 }

@@ -12,9 +12,10 @@ from holdfast.ledger.types import Compare
 from holdfast.rollout.asks import TASK, Ask
 from holdfast.run import plan
 from holdfast.run.metrics import Metrics
+from holdfast.run.orchestrator import Orchestrator
 from holdfast.run.records import RunDone, StepDone, StepRecord
 from holdfast.run.steps import Steps
-from holdfast.sim.protocols.run.model import RunProtocol, SimOrchestrator
+from holdfast.sim.protocols.run.model import RunProtocol
 from holdfast.trainer.journal import Journal
 from holdfast.trainer.trainer import Trainer
 from holdfast.transfer.queue import Batch
@@ -46,7 +47,7 @@ class _Impatient(Steps):
         return there or record, there is None or there == record
 
 
-class _Newest(SimOrchestrator):
+class _Newest(Orchestrator):
     """Samples are made with the newest version, not with the one of the plan."""
 
     def _ask(self, step: int, group: int, *, repair: bool = False) -> Ask:
@@ -54,7 +55,7 @@ class _Newest(SimOrchestrator):
         return msgspec.structs.replace(ask, version=min(self._published, step - 1))
 
 
-class _Early(SimOrchestrator):
+class _Early(Orchestrator):
     """Samples are acknowledged when the step is promised, not when it is done."""
 
     async def _train(self, step: int, batch: Batch) -> None:
@@ -62,7 +63,7 @@ class _Early(SimOrchestrator):
         await super()._train(step, batch)
 
 
-class _NewNumbers(SimOrchestrator):
+class _NewNumbers(Orchestrator):
     """Who finds a step committed submits its operations under new numbers."""
 
     _more = 0
@@ -86,7 +87,7 @@ class _NewNumbers(SimOrchestrator):
         return await super()._publish(version, number + self._more)
 
 
-class _Promised(SimOrchestrator):
+class _Promised(Orchestrator):
     """A step counts as done when it is promised: before its results are there."""
 
     async def _publish(self, version: int, number: int) -> str:
@@ -96,7 +97,7 @@ class _Promised(SimOrchestrator):
         return ""
 
 
-class _Count(SimOrchestrator):
+class _Count(Orchestrator):
     """A step claims as many samples as it has, not those that it has."""
 
     async def _claim(self, keys: Sequence[str]) -> Batch:
@@ -132,7 +133,7 @@ async def _only_asks(steps: Steps, metrics: Metrics) -> bool:
     return await steps.read(steps.keys.end, RunDone) is not None
 
 
-class _Forgetful(SimOrchestrator):
+class _Forgetful(Orchestrator):
     """What a predecessor finished and did not acknowledge is left as it is."""
 
     async def _acknowledge(self, step: int, keys: Sequence[str]) -> None:
@@ -162,31 +163,22 @@ class _LastDrop(_LastWriter):
     over = "drop/"
 
 
-def _records(records: type[Steps]) -> Make:
-    return variant(RunProtocol, records, records=records)
-
-
-def _orchestrator(orchestrator: type[SimOrchestrator]) -> Make:
-    return variant(RunProtocol, orchestrator, orchestrator=orchestrator)
-
+_with = functools.partial(variant, RunProtocol)
 
 BROKEN: dict[str, Make] = {
-    "": _records(_LastCommit),
-    "looks-first": _records(_Impatient),
-    "drops": _records(_LastDrop),
-    "newest": _orchestrator(_Newest),
-    "early": _orchestrator(_Early),
-    "numbers": _orchestrator(_NewNumbers),
-    "promised": _orchestrator(_Promised),
-    "count": _orchestrator(_Count),
-    "skipped": _records(_Skips),
-    "order": _records(_CommitsFirst),
-    "old-news": variant(RunProtocol, _only_asks, ended=_only_asks),
-    "forgetful": _orchestrator(_Forgetful),
-    "unfenced": variant(
-        RunProtocol,
-        _Seatless,
-        trainer=functools.partial(Trainer, journal=_Seatless),
-        guarded=False,
+    "": _with(records=_LastCommit),
+    "looks-first": _with(records=_Impatient),
+    "drops": _with(records=_LastDrop),
+    "newest": _with(orchestrator=_Newest),
+    "early": _with(orchestrator=_Early),
+    "numbers": _with(orchestrator=_NewNumbers),
+    "promised": _with(orchestrator=_Promised),
+    "count": _with(orchestrator=_Count),
+    "skipped": _with(records=_Skips),
+    "order": _with(records=_CommitsFirst),
+    "old-news": _with(ended=_only_asks),
+    "forgetful": _with(orchestrator=_Forgetful),
+    "unfenced": _with(
+        _Seatless, trainer=functools.partial(Trainer, journal=_Seatless), guarded=False
     ),
 }

@@ -10,8 +10,13 @@ __all__ = ["Make", "variant"]
 Make = Callable[[], Protocol]
 
 
-def variant(protocol: Callable[..., Protocol], mistake: object, **parts: Any) -> Make:
-    """`protocol` with these parts; `mistake` is a part whose documentation says what is wrong."""
+def variant(protocol: Callable[..., Protocol], mistake: object = None, **parts: Any) -> Make:
+    """`protocol` with these parts; the documentation of `mistake` says what is wrong.
+
+    Where nothing else is given, the mistake is the one part that is replaced.
+    """
+    if mistake is None:
+        (mistake,) = parts.values()
 
     def make() -> Protocol:
         return protocol(**parts)

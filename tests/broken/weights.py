@@ -182,35 +182,21 @@ class _MovesLeftovers(Sweeper):
         return ()
 
 
-def _book(book: type[LedgerBook]) -> Make:
-    return variant(WeightsProtocol, book, book=book)
-
-
-def _publisher(publisher: type[Publisher]) -> Make:
-    return variant(WeightsProtocol, publisher, publisher=publisher)
-
-
-def _subscriber(subscriber: type[Subscriber]) -> Make:
-    return variant(WeightsProtocol, subscriber, subscriber=subscriber)
-
-
-def _sweeper(sweeper: type[Sweeper]) -> Make:
-    return variant(WeightsProtocol, sweeper, sweeper=sweeper)
-
+_with = functools.partial(variant, WeightsProtocol)
 
 BROKEN: dict[str, Make] = {
-    "": _sweeper(_NoPins),
-    "compare": _book(_BlindSweep),
-    "touch": variant(WeightsProtocol, _NoTouch, book=functools.partial(LedgerBook, seat=_NoTouch)),
-    "lease": _subscriber(_NoLeaseCheck),
-    "acknowledge": _subscriber(_ForgetsAcknowledged),
-    "marker": _publisher(_MarkerFirst),
-    "epoch": _book(_NoEpoch),
-    "last": _sweeper(_KeepsOne),
-    "staging": _sweeper(_KeepsStaging),
-    "staged": _sweeper(_SweepsStaging),
-    "sync": _publisher(_NoDraftSync),
-    "parent": _publisher(_NoParentSync),
-    "order": _sweeper(_BookFirst),
-    "leftovers": _sweeper(_MovesLeftovers),
+    "": _with(sweeper=_NoPins),
+    "compare": _with(book=_BlindSweep),
+    "touch": _with(_NoTouch, book=functools.partial(LedgerBook, seat=_NoTouch)),
+    "lease": _with(subscriber=_NoLeaseCheck),
+    "acknowledge": _with(subscriber=_ForgetsAcknowledged),
+    "marker": _with(publisher=_MarkerFirst),
+    "epoch": _with(book=_NoEpoch),
+    "last": _with(sweeper=_KeepsOne),
+    "staging": _with(sweeper=_KeepsStaging),
+    "staged": _with(sweeper=_SweepsStaging),
+    "sync": _with(publisher=_NoDraftSync),
+    "parent": _with(publisher=_NoParentSync),
+    "order": _with(sweeper=_BookFirst),
+    "leftovers": _with(sweeper=_MovesLeftovers),
 }

@@ -5,9 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,10 +12,10 @@ from click.testing import CliRunner
 from holdfast.chaos.commands import chaos
 from holdfast.errors import Mistake
 from holdfast.proc import Child, spawn
-from patience import HANG_S
+
+from .wires import LIMIT_S, state, until
 
 COMMAND = [sys.executable, "-c", "from holdfast.chaos.commands import chaos; chaos()"]
-LIMIT_S = HANG_S
 
 
 def start(*arguments: str) -> Child:
@@ -33,18 +30,6 @@ def line(child: Child) -> str:
 def rest(child: Child) -> str:
     assert child.process.stdout is not None
     return child.process.stdout.read().decode()
-
-
-def state(pid: int) -> str:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat[stat.rindex(")") + 2]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -84,17 +69,17 @@ def test_the_proxy_cuts_and_heals_by_the_clock() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_kill_ended_by_a_signal_leaves_nobody_stopped(number: int) -> None:
+async def test_kill_ended_by_a_signal_leaves_nobody_stopped(number: int) -> None:
     """A paused victim is continued before the command ends."""
     with (
         spawn(["sleep", "600"]) as victim,
         start("kill", str(victim.pid), "--kinds", "pause", "--every", "10ms", "--pause", "10m",
               "--for", "1h") as child,
     ):  # fmt: skip
-        until(lambda: state(victim.pid) == "T")
+        await until(lambda: state(victim.pid) == "T")
         child.signal(number)
         assert child.wait(LIMIT_S) == 0
-        until(lambda: state(victim.pid) != "T")
+        await until(lambda: state(victim.pid) != "T")
         told = rest(child)
         assert f"{victim.pid}  pause for" in told
         assert f"{victim.pid}  continue" in told
@@ -148,10 +133,3 @@ def test_a_process_that_is_not_there_is_a_mistake() -> None:
         assert gone.wait(LIMIT_S) == 0
         result = CliRunner().invoke(chaos, ["kill", str(gone.pid)])
     assert isinstance(result.exception, Mistake)
-
-
-@pytest.mark.parametrize("command", ["proxy", "kill"])
-def test_help_has_examples(command: str) -> None:
-    """Every command shows how it is used."""
-    output = CliRunner().invoke(chaos, [command, "--help"]).output
-    assert f"holdfast chaos {command} " in output

@@ -9,33 +9,8 @@ import pytest
 
 from holdfast.chaos.line import Line
 from holdfast.proc import HeldPort
-from patience import HANG_S
 
-LIMIT_S = HANG_S
-
-
-class Gateway:
-    """Says its name, and echoes what comes."""
-
-    def __init__(self, name: bytes) -> None:
-        self._name = name
-
-    async def __aenter__(self) -> "Gateway":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(self._name)
-        while data := await reader.read(100):
-            writer.write(data)
-        writer.close()
+from .wires import LIMIT_S, Server
 
 
 def tell(folder: Path, port: int) -> None:
@@ -70,13 +45,11 @@ async def test_it_leads_to_the_gateway_of_now(line: Line, tmp_path: Path, port: 
     whatever half a file says meanwhile."""
     line.follow()
     assert await said(port) == b""
-    async with Gateway(b"one") as one, Gateway(b"two") as two:
-        tell(tmp_path, one.port)
-        line.follow()
-        assert await said(port) == b"one"
-        tell(tmp_path, two.port)
-        line.follow()
-        assert await said(port) == b"two"
+    async with Server(answer=b"one").running() as one, Server(answer=b"two").running() as two:
+        for gateway, name in ((one, b"one"), (two, b"two")):
+            tell(tmp_path, gateway)
+            line.follow()
+            assert await said(port) == name
         (tmp_path / "gateway.json").write_text('{"port": ')
         line.follow()
         assert await said(port) == b"two"
@@ -87,8 +60,8 @@ async def test_a_cut_breaks_what_is_open_and_lets_nobody_in(
 ) -> None:
     """While it is cut an open connection is reset and a new one hangs; the one that hangs is
     served when it is healed."""
-    async with Gateway(b"one") as gateway, asyncio.timeout(LIMIT_S):
-        tell(tmp_path, gateway.port)
+    async with Server(answer=b"one").running() as gateway, asyncio.timeout(LIMIT_S):
+        tell(tmp_path, gateway)
         line.follow()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read(100) == b"one"
@@ -108,8 +81,8 @@ async def test_two_cuts_at_once_last_as_long_as_the_longer(
     line: Line, tmp_path: Path, port: int
 ) -> None:
     """The end of the shorter cut does not heal the longer one."""
-    async with Gateway(b"one") as gateway, asyncio.timeout(LIMIT_S):
-        tell(tmp_path, gateway.port)
+    async with Server(answer=b"one").running() as gateway, asyncio.timeout(LIMIT_S):
+        tell(tmp_path, gateway)
         line.follow()
         longer = asyncio.create_task(line.cut(1.0))
         await line.cut(0.1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.chaos.plan import PROCESSES, Clause, parse, storm
+from holdfast.chaos.plan import PROCESSES, parse, storm
 from holdfast.errors import Mistake
 
 TEXTS = (
@@ -77,8 +77,3 @@ def test_a_storm_needs_room() -> None:
     """A run of three steps is no place for a storm."""
     with pytest.raises(Mistake, match="4 steps"):
         storm(1, 3)
-
-
-def test_one_moment() -> None:
-    """A clause has exactly one moment."""
-    assert Clause(target="gateway", step=3).point == ""

@@ -5,8 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -24,20 +23,8 @@ from holdfast.chaos.processes import (
 )
 from holdfast.errors import Gone, Mistake
 from holdfast.proc import Child, spawn
-from patience import HANG_S
 
-LIMIT_S = HANG_S
-
-
-def state(pid: int) -> str:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat[stat.rindex(")") + 2]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
+from .wires import LIMIT_S, state, until
 
 
 @pytest.fixture

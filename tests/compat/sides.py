@@ -6,20 +6,20 @@ comes from `tests/fixtures/package.tar.xz`. Programs of both sides are the same 
 """
 
 import contextlib
-import http.client
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tarfile
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
+from holdfast.errors import Unavailable
+from holdfast.fetch import fetch
+from holdfast.proc import spawn
 from patience import HANG_S
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -50,20 +50,15 @@ def until(what: str, ready: Callable[[], object], limit_s: float = LIMIT_S) -> A
 
 
 class Process:
-    """A process in a session of its own, with its errors in a file. Use `with`: it is killed."""
+    """A process that listens and tells in lines of JSON. Use `with`: it is killed, with its group.
 
-    def __init__(self, argv: list[str], env: dict[str, str], errors: Path) -> None:
-        self._errors = errors
+    What it says of errors comes out where the test's own does.
+    """
+
+    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self._rest = b""
-        with errors.open("ab") as sink:
-            self._child = subprocess.Popen(
-                argv,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                start_new_session=True,
-            )
+        self._child = spawn(argv, whole_env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._child.pid
 
     def __enter__(self) -> Self:
         return self
@@ -71,40 +66,30 @@ class Process:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def kill(self) -> None:
         """SIGKILL for the whole group, as often as one likes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._child.wait(HANG_S)
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self._child.__exit__()
 
     def wait(self) -> int:
         """Wait for its end; its exit code."""
         return self._child.wait(LIMIT_S)
 
     def ended(self) -> bool:
-        return self._child.poll() is not None
+        return not self._child.alive()
 
     def tell(self, **what: Any) -> None:
         """Say one thing to it."""
-        _pipe(self._child.stdin).write(json.dumps(what).encode() + b"\n")
-        _pipe(self._child.stdin).flush()
+        _pipe(self._child.process.stdin).write(json.dumps(what).encode() + b"\n")
+        _pipe(self._child.process.stdin).flush()
 
     def hear(self) -> dict[str, Any]:
         """The next thing that it says."""
-        fd, deadline = _pipe(self._child.stdout).fileno(), time.monotonic() + LIMIT_S
+        fd, deadline = _pipe(self._child.process.stdout).fileno(), time.monotonic() + LIMIT_S
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
-            assert select.select([fd], [], [], max(0.0, left_s))[0], f"silent:\n{self.errors()}"
+            assert select.select([fd], [], [], max(0.0, left_s))[0], "it is silent"
             more = os.read(fd, 1 << 16)
-            assert more, f"it ended with {self._child.wait(HANG_S)}:\n{self.errors()}"
+            assert more, f"it ended with {self._child.wait(HANG_S)}"
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         told: dict[str, Any] = json.loads(line)
@@ -115,9 +100,6 @@ class Process:
         self.tell(**what)
         return self.hear()
 
-    def errors(self) -> str:
-        return self._errors.read_text(errors="replace")[-4000:]
-
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
@@ -125,24 +107,22 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 
 class Side:
-    """One version of the package, and a folder for what its processes say."""
+    """One version of the package, and a folder for what its processes remember."""
 
-    def __init__(self, name: str, logs: Path, package: Path | None = None) -> None:
+    def __init__(self, name: str, state: Path, package: Path | None = None) -> None:
         self.name, self.package = name, package
-        self._logs, self._count = logs, 0
+        self._state = state
 
     @property
     def env(self) -> dict[str, str]:
-        env = {**os.environ, "XDG_STATE_HOME": str(self._logs), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "XDG_STATE_HOME": str(self._state), "OMP_NUM_THREADS": "1"}
         for name in ("HOLDFAST_LEDGER", "HOLDFAST_URL", "HOLDFAST_API_KEY"):
             env.pop(name, None)
         return {**env, "PYTHONPATH": str(self.package)} if self.package else env
 
     def start(self, *argv: str) -> Process:
         """Start python with these arguments."""
-        self._count += 1
-        errors = self._logs / f"{self.name}-{self._count}.log"
-        return Process([sys.executable, *argv], self.env, errors)
+        return Process([sys.executable, *argv], self.env)
 
     def program(self, name: str, *argv: str) -> Process:
         """Start a program of `programs.py`, and see that it has the package of this side."""
@@ -178,31 +158,26 @@ class Service:
 
     def ready(self) -> bool:
         """Whether it serves; its note says where, and which life of it has written it."""
-        assert not self.process.ended(), self.process.errors()
+        assert not self.process.ended(), "the service has ended"
         try:
             note = json.loads((self.folder / "serve.json").read_text())
             if note["pid"] != self.process.pid:
                 return False
             self._url, self._key = note["url"], note["key"]
             return self.ask("GET", "/readyz")[0] == 200
-        except OSError:
+        except (OSError, Unavailable):
             return False
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """One request; the answer's status, and what its JSON says."""
-        where = urllib.parse.urlsplit(self._url)
-        connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=LIMIT_S)
+        raw = None if body is None else json.dumps(body).encode()
+        status, content = fetch(
+            method, self._url + path, timeout_s=LIMIT_S, headers={"X-Api-Key": self._key}, body=raw
+        )
         try:
-            raw = None if body is None else json.dumps(body)
-            connection.request(method, path, raw, {"X-Api-Key": self._key})
-            answer = connection.getresponse()
-            content = answer.read()
-        finally:
-            connection.close()
-        try:
-            return answer.status, json.loads(content)
+            return status, json.loads(content)
         except ValueError:
-            return answer.status, content
+            return status, content
 
     def jobs(self, rest: str = "") -> str:
         return f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs{rest}"

@@ -45,8 +45,16 @@ def test_every_mistake_in_the_run_is_caught(name: str) -> None:
     _caught(broken.find(name))
 
 
+@pytest.mark.parametrize("variant", ["sync", "parent"])
+def test_a_missing_sync_shows_when_the_power_is_lost(variant: str) -> None:
+    """No other fault tells what was synced from what was not."""
+    make = broken.find(f"weights-broken-{variant}")
+    short = shortest(make, _caught(make))
+    assert "power" in {fault.kind for fault in short.faults}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", broken.names("election"))
+@pytest.mark.parametrize("name", [*broken.names("election"), "run-broken-numbers"])
 def test_of_the_faults_of_a_failure_none_can_be_left_out(name: str) -> None:
     make = broken.find(name)
     failure = _caught(make)

@@ -13,13 +13,14 @@ from holdfast.sim.runner import search
 from holdfast.sim.world import World
 
 TELL = """
-import sys
+import re, sys
 from holdfast.sim.protocols import find
 from holdfast.sim.world import World
 world = World(find(sys.argv[1])(), int(sys.argv[2]), trace=True)
 print(world.play())
 for line in world.story:
-    print(line)
+    print(re.sub('"pid":[0-9]+', "", repr(line)))
+print(sorted(world.files.tree().items()))
 """
 
 
@@ -31,6 +32,8 @@ for line in world.story:
         ("election", 123456789),
         ("routes", 5),
         ("routes", 1538367380),
+        ("run", 2),
+        ("weights", 27),
     ],
 )
 def test_a_seed_is_the_same_story_in_every_process(name: str, seed: int) -> None:

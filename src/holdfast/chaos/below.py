@@ -3,11 +3,12 @@
 Whoever restarts things gives them new pids; "the trainer below this service" stays the same.
 """
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.chaos.processes import Identity, identify, protected_pids
+from holdfast.chaos.processes import Identity, identify, protected_pids, stat
 from holdfast.errors import Gone
 
 __all__ = ["below", "one_below"]
@@ -18,14 +19,10 @@ _MAX_BYTES = 4096
 def below(pid: int, words: str) -> list[Identity]:
     """The processes below `pid` whose command line has these words, oldest first."""
     children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                text = (folder / "stat").read_text(errors="replace")
-            except OSError:
-                continue  # it has ended since
-            parent = int(text[text.rindex(")") + 2 :].split()[1])
-            children.setdefault(parent, []).append(int(folder.name))
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(Gone, OSError):  # it has ended since, or is hidden
+            one = int(folder.name)
+            children.setdefault(stat(one)[1], []).append(one)
     found: list[Identity] = []
     untouched = protected_pids()
     waiting = list(children.get(pid, ()))
@@ -33,10 +30,8 @@ def below(pid: int, words: str) -> list[Identity]:
         one = waiting.pop()
         waiting += children.get(one, ())
         if one not in untouched and words in _command(one):
-            try:
+            with contextlib.suppress(Gone):
                 found.append(identify(one))
-            except Gone:
-                continue
     return sorted(found, key=lambda identity: identity.started_ticks)
 
 

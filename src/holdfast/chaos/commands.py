@@ -7,11 +7,12 @@ printed and nobody is left stopped.
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any, cast, get_args
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, get_args
 
 import click
 
@@ -25,6 +26,8 @@ from holdfast.jobs.note import read_note
 from holdfast.machine import state_dir
 
 __all__ = ["chaos"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _LONGEST_S = 86_400.0
@@ -49,6 +52,25 @@ def _address(text: str | tuple[str, int]) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _time(flag: str, about: str, *names: str, default: str | None = None) -> Callable[[F], F]:
+    """An option that is a time."""
+    return click.option(flag, *names, type=_duration, metavar="TIME", default=default, help=about)
+
+
+def _chance(flag: str, about: str) -> Callable[[F], F]:
+    """An option that is a probability."""
+    return click.option(flag, type=click.FloatRange(0, 1), default=0.0, metavar="P", help=about)
+
+
+def _bytes(flag: str, kind: click.ParamType[Any], about: str) -> Callable[[F], F]:
+    """An option that is a number of bytes."""
+    return click.option(flag, type=kind, metavar="BYTES", help=about)
+
+
+def _seed(command: F) -> F:
+    return click.option("--seed", type=int, default=0, show_default=True)(command)
+
+
 @click.group()
 def chaos() -> None:
     """Break real connections and real processes, by seed."""
@@ -59,62 +81,33 @@ def chaos() -> None:
     "--listen", type=_address, metavar="HOST:PORT", default="127.0.0.1:0", show_default=True
 )
 @click.option("--to", type=_address, metavar="HOST:PORT", required=True, help="The real server.")
-@click.option(
-    "--delay", type=_duration, metavar="TIME", default="0s", help="Hold every chunk back."
-)
-@click.option(
-    "--jitter", type=_duration, metavar="TIME", default="0s", help="Vary the delay by up to this."
-)
-@click.option(
-    "--drop",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    metavar="P",
-    help="Reset a connection with this probability, at a random byte.",
-)
-@click.option(
-    "--corrupt",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    metavar="P",
-    help="Flip one bit of a byte with this probability.",
-)
-@click.option(
-    "--corrupt-every",
-    type=click.IntRange(1),
-    metavar="BYTES",
-    help="Flip one bit in every so many bytes.",
-)
-@click.option(
+@_time("--delay", "Hold every chunk back.", default="0s")
+@_time("--jitter", "Vary the delay by up to this.", default="0s")
+@_chance("--drop", "Reset a connection with this probability, at a random byte.")
+@_chance("--corrupt", "Flip one bit of a byte with this probability.")
+@_bytes("--corrupt-every", click.IntRange(1), "Flip one bit in every so many bytes.")
+@_bytes(
     "--throttle",
-    type=click.FloatRange(0, min_open=True),
-    metavar="BYTES",
-    help="Pass at most so many bytes per second and connection.",
+    click.FloatRange(0, min_open=True),
+    "Pass at most so many bytes per second and connection.",
 )
-@click.option(
-    "--truncate",
-    type=click.IntRange(0),
-    metavar="BYTES",
-    help="End every stream in good order after so many bytes.",
-)
+@_bytes("--truncate", click.IntRange(0), "End every stream in good order after so many bytes.")
 @click.option(
     "--direction",
     type=click.Choice(get_args(Directions)),
     default="both",
     help="Where bytes are delayed, corrupted, throttled, truncated, dropped.",
 )
-@click.option("--cut-every", type=_duration, metavar="TIME", help="Cut the line this often ...")
-@click.option(
-    "--cut-for", type=_duration, metavar="TIME", default="2s", help="... for this long (2s)."
-)
+@_time("--cut-every", "Cut the line this often ...")
+@_time("--cut-for", "... for this long (2s).", default="2s")
 @click.option(
     "--cut-mode",
     type=click.Choice(get_args(CutMode)),
     default="refuse",
     help="Whether new connections are refused or never answered.",
 )
-@click.option("--for", "for_s", type=_duration, metavar="TIME", help="End after this time.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@_time("--for", "End after this time.", "for_s")
+@_seed
 def proxy(
     listen: tuple[str, int],
     to: tuple[str, int],
@@ -153,7 +146,7 @@ def proxy(
             await asyncio.Event().wait()
 
     _run_until_told(run(), for_s)
-    for name, count in line.stats.as_dict().items():
+    for name, count in dataclasses.asdict(line.stats).items():
         click.echo(f"{name:<18} {count}")
 
 
@@ -183,16 +176,10 @@ def _break(
 @chaos.command()
 @click.argument("pids", nargs=-1, required=True, type=click.IntRange(2), metavar="PID...")
 @click.option("--kinds", default="kill,pause", show_default=True, help="What may be done.")
-@click.option(
-    "--every", type=_duration, metavar="TIME", default="5s", help="About this often (5s)."
-)
-@click.option(
-    "--for", "for_s", type=_duration, metavar="TIME", default="60s", help="For this long (60s)."
-)
-@click.option(
-    "--pause", type=_duration, metavar="TIME", default="3s", help="The longest pause (3s)."
-)
-@click.option("--seed", type=int, default=0, show_default=True)
+@_time("--every", "About this often (5s).", default="5s")
+@_time("--for", "For this long (60s).", "for_s", default="60s")
+@_time("--pause", "The longest pause (3s).", default="3s")
+@_seed
 @click.option("--dry-run", is_flag=True, help="Print the plan, and do nothing.")
 def kill(
     pids: tuple[int, ...],
@@ -215,15 +202,7 @@ def kill(
       holdfast chaos kill 4242 --kinds pause --every 2s --for 30s
       holdfast chaos kill 4242 4243 --seed 7 --dry-run
     """
-    wanted = cast(list[processes.Kind], [one.strip() for one in kinds.split(",") if one.strip()])
-    actions = processes.plan(
-        seed,
-        [str(pid) for pid in pids],
-        for_s,
-        wanted,
-        every_s=every,
-        pause_s=(min(0.5, pause), pause),
-    )
+    actions = processes.plan(seed, [str(pid) for pid in pids], for_s, **_how(kinds, every, pause))
     if dry_run:
         for action in actions:
             click.echo(str(processes.Outcome(action, "done", None, action.at_s)))
@@ -248,13 +227,9 @@ def kill(
     help="What the command of a process to be hurt says; may be given again.",
 )
 @click.option("--kinds", default="kill", show_default=True, help="kill, pause.")
-@click.option(
-    "--every", type=_duration, metavar="TIME", default="5s", help="About this often (5s)."
-)
-@click.option(
-    "--pause", type=_duration, metavar="TIME", default="3s", help="The longest pause (3s)."
-)
-@click.option("--seed", type=int, default=0, show_default=True)
+@_time("--every", "About this often (5s).", default="5s")
+@_time("--pause", "The longest pause (3s).", default="3s")
+@_seed
 def during(
     command: tuple[str, ...],
     pid: int | None,
@@ -274,22 +249,14 @@ def during(
       holdfast chaos during --match holdfast.trainer --match holdfast.gateway --every 3s \\
           -- python train.py
     """
-    wanted = cast(list[processes.Kind], [one.strip() for one in kinds.split(",") if one.strip()])
     if pid is None:
         note = read_note(state_dir())
         if note is None or not note.pid:
             raise Mistake("whose children? Start `holdfast serve` here, or give --below PID")
         pid = note.pid
     _identify(pid)
-    actions = processes.plan(
-        seed,
-        list(words),
-        _LONGEST_S,
-        wanted,
-        every_s=every,
-        pause_s=(min(0.5, pause), pause),
-        respawn=True,
-    )
+    how = _how(kinds, every, pause)
+    actions = processes.plan(seed, list(words), _LONGEST_S, respawn=True, **how)
     done: list[processes.Outcome] = []
 
     def tell(outcome: processes.Outcome) -> None:
@@ -309,6 +276,12 @@ def during(
         code = child.wait(5.0) if not child.alive() else 130
     click.echo(f"chaos: {len(done)} faults, seed {seed}; {command[0]} ended with {code}", err=True)
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def _how(kinds: str, every_s: float, pause_s: float) -> dict[str, Any]:
+    """What is done, how often and for how long, as `processes.plan` takes it."""
+    wanted = [one.strip() for one in kinds.split(",") if one.strip()]
+    return {"kinds": wanted, "every_s": every_s, "pause_s": (min(0.5, pause_s), pause_s)}
 
 
 def _identify(pid: int) -> processes.Identity:

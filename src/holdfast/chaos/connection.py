@@ -53,10 +53,6 @@ class Stats:
         """Bits flipped in either direction."""
         return self.flips_to_server + self.flips_to_client
 
-    def as_dict(self) -> dict[str, int]:
-        """All counters by name."""
-        return dataclasses.asdict(self)
-
     def sent(self, direction: Direction, size: int, flips: int) -> None:
         """Count bytes that were handed to the kernel."""
         if direction == "to_server":

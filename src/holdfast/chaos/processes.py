@@ -34,6 +34,7 @@ __all__ = [
     "identify",
     "plan",
     "protected_pids",
+    "stat",
 ]
 
 Kind = Literal["kill", "pause"]
@@ -139,7 +140,7 @@ def plan(
 
 def identify(pid: int) -> Identity:
     """Name a running process for good. Raises `Gone` when there is none."""
-    state, _, started_ticks = _stat(pid)
+    state, _, started_ticks = stat(pid)
     if state in _ENDED_STATES:
         raise Gone(f"process {pid} has ended")
     return Identity(pid, started_ticks)
@@ -154,13 +155,13 @@ def protected_pids() -> frozenset[int]:
             break
         found.add(pid)
         try:
-            pid = _stat(pid)[1]
+            pid = stat(pid)[1]
         except Gone:  # it ended while we looked; its parent is not ours any more
             break
     return frozenset(found)
 
 
-def _stat(pid: int) -> tuple[str, int, int]:
+def stat(pid: int) -> tuple[str, int, int]:
     """(state, parent, start time in ticks since boot) from /proc/PID/stat."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import math
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar
 
@@ -28,7 +27,8 @@ from holdfast.chaos.stream import (
     directions,
     drop_point,
 )
-from holdfast.errors import Mistake, TimedOut, Unavailable
+from holdfast.errors import Mistake, Unavailable
+from holdfast.loopthread import LoopThread
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["READ_AHEAD_BYTES", "CutMode", "Proxy", "ProxyThread", "Stats"]
@@ -309,13 +309,7 @@ class ProxyThread:
 
     def __init__(self, target_host: str, target_port: int, **options: Any) -> None:
         self._proxy = Proxy(target_host, target_port, **options)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
-        self._ready = threading.Event()
-        self._error: Unavailable | None = None
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main()), name="chaos-proxy", daemon=True
-        )
+        self._thread: LoopThread | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -333,39 +327,24 @@ class ProxyThread:
         async def call() -> T:
             return action(self._proxy)
 
-        if self._loop is None or not self._thread.is_alive():
+        if self._thread is None:
             raise Mistake("the proxy does not run: use `with ProxyThread(...)`")
-        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        try:
-            return future.result(DEFAULTS.chaos_connect_s)
-        except TimeoutError:
-            raise TimedOut(
-                f"the proxy did not answer within {DEFAULTS.chaos_connect_s} s"
-            ) from None
+        return self._thread.run(call())
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
+        self._thread = LoopThread("chaos-proxy")
+        try:
+            self._thread.run(self._proxy.start())
+        except BaseException:
+            self._thread.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._loop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        try:
-            async with self._proxy:
-                self._ready.set()
-                await self._stop.wait()
-        except Unavailable as error:  # told to whoever entered
-            self._error = error
-        finally:
-            self._ready.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.run(self._proxy.close())
+            thread.stop()
 
 
 def _bound(family: int, address: Any) -> socket.socket:

@@ -8,21 +8,20 @@ long as the run.
 """
 
 import asyncio
-import contextlib
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import msgspec
 
-from holdfast import events, rotation
+from holdfast import events
 from holdfast.chaos import strikes
 from holdfast.chaos.line import Line
 from holdfast.chaos.plan import Clause, parse, storm
+from holdfast.chaos.told import Log, Told
 from holdfast.chaos.victims import find
 from holdfast.errors import HoldfastError, Mistake
 from holdfast.files import private_folder
@@ -71,47 +70,24 @@ class Missed(events.Event, frozen=True, tag="chaos.missed"):
     reason: str
 
 
-class _Told(msgspec.Struct):
-    type: str
-    at: float = 0.0
-    step: int = 0
-    point: str = ""
-    hit: int = 1
-    pid: int = 0
-
-
 class Tale:
     """What the orchestrator has told so far: which step is being trained."""
 
     def __init__(self, folder: Path) -> None:
-        self._events = folder / "events" / "orchestrator.jsonl"
-        self._faults = folder / "faults.jsonl"
-        self._places: dict[int, int] = {}
-        """By inode: how far a file has been read, also when it gets a number meanwhile."""
+        self._events = Log(folder / "events" / "orchestrator.jsonl")
+        self._faults = Log(folder / "faults.jsonl")
         self.step = 0
         self.trained: list[tuple[int, float]] = []
-        self.fired: list[_Told] = []
+        self.fired: list[Told] = []
 
     def read(self) -> None:
         """Read on."""
-        self.fired += [one for one in self._new(self._faults) if one.type == "fault.fired"]
-        for told in self._new(self._events):
+        self.fired += [one for one in self._faults.new() if one.type == "fault.fired"]
+        for told in self._events.new():
             if told.type == "step.committed":
                 self.step = max(self.step, told.step)
             elif told.type == "step.trained":
                 self.trained.append((told.step, told.at))
-
-    def _new(self, path: Path) -> Iterator[_Told]:
-        for _, fd in rotation.in_order(path):
-            inode = os.fstat(fd).st_ino
-            with open(fd, "rb", closefd=False) as file:
-                file.seek(self._places.setdefault(inode, 0))
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._places[inode] += len(line)
-                    with contextlib.suppress(msgspec.MsgspecError):
-                        yield msgspec.json.decode(line, type=_Told)
 
 
 class Chaos:
@@ -224,7 +200,7 @@ class Chaos:
         events.emit(Missed(clause=str(clause), reason=f"there was no {clause.target}"))
 
 
-def _is_of(fired: _Told, clause: Clause) -> bool:
+def _is_of(fired: Told, clause: Clause) -> bool:
     return (fired.point, fired.hit) == (clause.point, clause.hit)
 
 

@@ -3,24 +3,14 @@
 import re
 from pathlib import Path
 
-import msgspec
-
-from holdfast import rotation
 from holdfast.chaos.below import below
 from holdfast.chaos.processes import Identity, identify
+from holdfast.chaos.told import Log, Told
 from holdfast.errors import Gone
 
 __all__ = ["find"]
 
 _RANK = re.compile(r"e([0-9]+)-c([0-9]+)-r([0-9]+)-([0-9]+)\.jsonl")
-_LINE_BYTES = 1 << 16
-
-
-class _Told(msgspec.Struct):
-    type: str
-    pid: int = 0
-    part: str = ""
-    child: int = 0
 
 
 def find(folder: Path, target: str) -> Identity | None:
@@ -59,15 +49,9 @@ def _part(folder: Path, name: str) -> int:
     return _newest(folder, "part.started", name).child
 
 
-def _newest(folder: Path, kind: str, part: str = "") -> _Told:
-    found = _Told(type="")
-    for _, fd in rotation.in_order(folder / "events" / "supervisor.jsonl"):
-        with open(fd, "rb", closefd=False) as file:
-            for line in file:
-                try:
-                    told = msgspec.json.decode(line[:_LINE_BYTES], type=_Told)
-                except msgspec.MsgspecError:
-                    continue  # torn: it is being written
-                if told.type == kind and told.part == part:
-                    found = told
+def _newest(folder: Path, kind: str, part: str = "") -> Told:
+    found = Told(type="")
+    for told in Log(folder / "events" / "supervisor.jsonl").new():
+        if (told.type, told.part) == (kind, part):
+            found = told
     return found

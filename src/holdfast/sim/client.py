@@ -8,6 +8,7 @@ twice. The store itself is `holdfast.ledger.mvcc`, the same code that `memory:` 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from holdfast.errors import HoldfastError, Unavailable, UnknownOutcome
@@ -25,15 +26,17 @@ from holdfast.ledger.types import (
     Txn,
     writes,
 )
+from holdfast.sim.faults import Fault
 from holdfast.sim.times import TIMES
 
 if TYPE_CHECKING:
-    from holdfast.sim.faults import Fault
     from holdfast.sim.world import Node
 
 __all__ = ["SimLedger"]
 
 T = TypeVar("T")
+
+_NO_FAULT = Fault("", 0, "", 0.0)
 
 
 class SimLedger(Ledger):
@@ -51,10 +54,11 @@ class SimLedger(Ledger):
     async def _call(self, kind: str, act: Callable[[Store, float], T], *, writing: bool) -> T:
         node, world = self._node, self._node.world
         fault = await world.contact(node, f"{kind}.sent")
-        call: _Call[T] = _Call(node, kind, act, fault, writing=writing)
+        answer: asyncio.Future[T] = world.loop.create_future()
+        call = _Call(node, kind, act, fault or _NO_FAULT, writing, answer)
         call.send()
         try:
-            result = await call.answer
+            result = await answer
         except HoldfastError:
             await world.contact(node, f"{kind}.answered")
             raise
@@ -114,58 +118,49 @@ class SimLedger(Ledger):
         return _SimWatch(self._node, prefix, start)
 
 
+@dataclass
 class _Call(Generic[T]):
     """A call on its way."""
 
-    def __init__(
-        self,
-        node: "Node",
-        kind: str,
-        act: Callable[[Store, float], T],
-        fault: "Fault | None",
-        *,
-        writing: bool,
-    ) -> None:
-        self._node = node
-        self._kind = kind
-        self._act = act
-        self._fault = fault.kind if fault else ""
-        self._later_s = fault.amount if fault else 0.0
-        self._writing = writing
-        self.answer: asyncio.Future[T] = node.world.loop.create_future()
+    node: "Node"
+    kind: str
+    act: Callable[[Store, float], T]
+    fault: Fault
+    writing: bool
+    answer: "asyncio.Future[T]"
 
     def send(self) -> None:
         """Put the call on its way, if there is a way."""
-        if self._node.is_cut():
-            error = Unavailable(f"{self._kind}: no way to the ledger")
+        if self.node.is_cut():
+            error = Unavailable(f"{self.kind}: no way to the ledger")
             self._later(TIMES.ledger_call_s, self._fail, error)
-        elif self._fault == "lose_call":
+        elif self.fault.kind == "lose_call":
             self._lose()
-        elif self._fault == "late":
+        elif self.fault.kind == "late":
             self._lose()
-            self._node.world.later(self._later_s, self._arrive)
+            self.node.world.later(self.fault.amount, self._arrive)
         else:
-            self._node.world.later(self._node.delay_s(), self._arrive)
+            self.node.world.later(self.node.delay_s(), self._arrive)
 
     def _arrive(self) -> None:
         """The call is at the ledger and takes effect, whatever became of the caller."""
         result = self._take_effect()
-        if self._fault == "repeat":
-            if self._later_s:
-                self._node.world.later(self._later_s, self._take_effect)
+        if self.fault.kind == "repeat":
+            if self.fault.amount:
+                self.node.world.later(self.fault.amount, self._take_effect)
             else:
                 result = self._take_effect()  # the second answer is the one that is heard
-        if self._fault == "lose_answer":
+        if self.fault.kind == "lose_answer":
             self._lose()
         else:
-            self._later(self._node.delay_s(), self._hear, result)
+            self._later(self.node.delay_s(), self._hear, result)
 
     def _take_effect(self) -> T | HoldfastError:
-        world = self._node.world
+        world = self.node.world
         now = world.loop.time()
         world.store.expire(now)
         try:
-            return self._act(world.store, now)
+            return self.act(world.store, now)
         except HoldfastError as error:
             return error
         finally:
@@ -173,7 +168,7 @@ class _Call(Generic[T]):
 
     def _hear(self, result: T | HoldfastError) -> None:
         """The answer is back at the caller, unless it is cut off by now."""
-        if self._node.is_cut():
+        if self.node.is_cut():
             self._lose()
         elif isinstance(result, HoldfastError):
             self._fail(result)
@@ -182,8 +177,8 @@ class _Call(Generic[T]):
 
     def _lose(self) -> None:
         """Tell the caller, after its time-out, that no answer came."""
-        what = f"no answer to {self._kind} within {TIMES.ledger_call_s} s"
-        error = UnknownOutcome(what) if self._writing else Unavailable(what)
+        what = f"no answer to {self.kind} within {TIMES.ledger_call_s} s"
+        error = UnknownOutcome(what) if self.writing else Unavailable(what)
         self._later(TIMES.ledger_call_s, self._fail, error)
 
     def _fail(self, error: HoldfastError) -> None:
@@ -192,7 +187,7 @@ class _Call(Generic[T]):
 
     def _later(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
         """Something that happens at the caller's side: not while it hangs."""
-        self._node.world.loop.call_later(delay_s, act, *args, context=self._node.context)
+        self.node.world.loop.call_later(delay_s, act, *args, context=self.node.context)
 
 
 class _SimWatch(Watch):

@@ -4,6 +4,7 @@ import click
 
 from holdfast.errors import Mistake
 from holdfast.sim import protocols
+from holdfast.sim.pool import Pool
 from holdfast.sim.report import Player, commit_seed
 
 __all__ = ["sim"]
@@ -68,7 +69,8 @@ def sim(
     played = [name] if name else list(protocols.names())
     protocols.find(played[0])
     start = commit_seed() if fresh else (first or 0)
-    with Player(protocols.find, "holdfast sim", steps=steps, jobs=jobs) as player:
+    with Pool(protocols.find, jobs) as pool:
+        player = Player(pool, "holdfast sim", steps=steps)
         if seed is not None:
             bad = [one for one in played if not player.replay(one, seed)]
         else:

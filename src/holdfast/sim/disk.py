@@ -85,10 +85,14 @@ class SimFolder(Folder):
         """See `Folder.close`."""
         self._closed = True
 
+    async def _do(self, kind: str, verb: str, act: Callable[..., T], name: str, *more: Any) -> T:
+        """One effect on one name in the folder."""
+        words = f"{verb} {self._at(name)}"
+        return await self._disk.step(kind, lambda: act(self._folder, name, *more), words)
+
     async def items(self) -> list[Item]:
         """See `Folder.items`."""
-        words = self._at("*")
-        return await self._disk.step(READ, self._items, f"lists {words}")
+        return await self._disk.step(READ, self._items, f"lists {self._at('*')}")
 
     def _items(self) -> list[Item]:
         assert self._folder.names is not None
@@ -99,18 +103,15 @@ class SimFolder(Folder):
 
     async def open(self, name: str) -> SimFile:
         """See `Folder.open`."""
-        return await self._disk.step(READ, lambda: self._open(name), f"opens {self._at(name)}")
+        return await self._do(READ, "opens", self._open, name)
 
-    def _open(self, name: str) -> SimFile:
-        inode = self._files.file(self._folder, name)
+    def _open(self, folder: SimInode, name: str) -> SimFile:
+        inode = self._files.file(folder, name)
         return SimFile(self._files, self._files.open(inode, self._disk.node))
 
     async def read(self, name: str, limit: int) -> bytes:
         """See `Folder.read`."""
-        words = f"reads {self._at(name)}"
-        data = await self._disk.step(
-            READ, lambda: self._files.file(self._folder, name).data, words
-        )
+        data = (await self._do(READ, "reads", self._files.file, name)).data
         if len(data) > limit:
             raise Corrupt(f"{name} is larger than {limit} bytes: it is not what it is taken for")
         return data
@@ -165,8 +166,7 @@ class SimFolder(Folder):
 
     async def touch(self, name: str) -> float:
         """See `Folder.touch`."""
-        words = f"touches {self._at(name)}"
-        return await self._disk.step(WRITE, lambda: self._files.touch(self._folder, name), words)
+        return await self._do(WRITE, "touches", self._files.touch, name)
 
     async def clock(self) -> float:
         """See `Folder.clock`."""
@@ -180,11 +180,9 @@ class SimFolder(Folder):
 
     async def link(self, name: str, source: OpenFile) -> bool:
         """See `Folder.link`."""
-        words = f"links {self._at(name)}"
         if not isinstance(source, SimFile):
             raise Mistake(f"{name}: only a file of the same disk can be linked")
-        inode = source.handle.inode
-        await self._disk.step(NAME, lambda: self._files.link(self._folder, name, inode), words)
+        await self._do(NAME, "links", self._files.link, name, source.handle.inode)
         return True
 
     async def rename(self, old: str, new: str) -> None:
@@ -195,13 +193,12 @@ class SimFolder(Folder):
 
     async def unlink(self, name: str) -> None:
         """See `Folder.unlink`."""
-        words = f"deletes {self._at(name)}"
-        await self._disk.step(NAME, lambda: self._files.unlink(self._folder, name), words)
+        await self._do(NAME, "deletes", self._files.unlink, name)
 
     async def sync(self) -> None:
         """See `Folder.sync`."""
-        words = f"syncs {self._at('*')}"
-        await self._disk.step(SYNC, lambda: self._files.sync(self._folder), words)
+        folder = self._folder
+        await self._disk.step(SYNC, lambda: self._files.sync(folder), f"syncs {self._at('*')}")
 
 
 class SimDisk(Disk):

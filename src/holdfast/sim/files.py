@@ -20,6 +20,7 @@ import heapq
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Never
 
 from holdfast.errors import Mistake
@@ -31,41 +32,27 @@ _EPOCH_S = 1_700_000_000.0
 """The file system's clock has nothing to do with that of any process."""
 
 
+@dataclass(slots=True, eq=False)
 class SimInode:
-    """A file or a folder, whatever it is called."""
+    """A file or a folder, whatever it is called. A folder has `names`."""
 
-    __slots__ = (
-        "data",
-        "durable",
-        "links",
-        "mtime_s",
-        "names",
-        "number",
-        "opened",
-        "parent",
-        "synced",
-    )
-
-    def __init__(self, number: int, mtime_s: float, *, folder: bool) -> None:
-        self.number = number
-        self.mtime_s = mtime_s
-        self.links = 0
-        self.opened = 0
-        self.data = b""
-        self.synced = False
-        self.names: dict[str, SimInode] | None = {} if folder else None
-        self.durable: dict[str, SimInode] = {}
-        self.parent: SimInode | None = None
+    number: int
+    mtime_s: float
+    names: "dict[str, SimInode] | None" = None
+    links: int = 0
+    opened: int = 0
+    data: bytes = b""
+    synced: bool = False
+    durable: "dict[str, SimInode]" = field(default_factory=dict)
+    parent: "SimInode | None" = None
 
 
+@dataclass(slots=True, eq=False)
 class SimHandle:
     """A file that a process has open. It keeps its bytes, unless the process is dead."""
 
-    __slots__ = ("inode", "owner")
-
-    def __init__(self, inode: SimInode, owner: Owner) -> None:
-        self.inode = inode
-        self.owner = owner
+    inode: SimInode
+    owner: Owner
 
 
 _Slot = tuple[SimInode, str, SimInode | None]
@@ -88,8 +75,7 @@ class SimFiles:
         self._numbers = 1
         self._free: list[int] = []
         self._temporary = 0
-        self.root = SimInode(1, self.now(), folder=True)
-        self.root.links = 1
+        self.root = SimInode(1, self.now(), {}, links=1)
 
     # ---- for invariants ------------------------------------------------------
 
@@ -172,8 +158,6 @@ class SimFiles:
             refuse(errno.EISDIR, name)
         return inode
 
-    # ---- room ----------------------------------------------------------------
-
     def used(self) -> int:
         """How many bytes are taken: by files with a name, and by files that are open."""
         files = {inode for _, inode in self._walk()}
@@ -235,7 +219,7 @@ class SimFiles:
         else:
             self._numbers += 1
             number = self._numbers
-        inode = SimInode(number, self.now(), folder=is_folder)
+        inode = SimInode(number, self.now(), {} if is_folder else None)
         self._change((folder, name, inode))
         return inode
 

@@ -80,7 +80,7 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
         end = "?" if self.returned is None else self.returned
         answer = "unknown" if self.returned is None else repr(self.answer)
         stamp = f" at revision {self.revision}" if self.revision else ""
-        return f"[{self.invoked}..{end}] {self.process}: {_spell(self.call)} -> {answer}{stamp}"
+        return f"[{self.invoked}..{end}] {self.process}: {self.call!r} -> {answer}{stamp}"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -147,11 +147,6 @@ def wrote(one: Operation) -> bool:
         case Multi(writes=writes):
             return one.answer is not False and any(value is not None for value in writes.values())
     return False
-
-
-def _spell(call: Call) -> str:
-    fields = [f"{name}={getattr(call, name)!r}" for name in call.__struct_fields__]
-    return f"{type(call).__name__}({', '.join(fields)})"
 
 
 def listed(keys: Sequence[str]) -> str:

@@ -8,16 +8,17 @@ order in which they were scheduled.
 """
 
 import asyncio
-import contextvars
 import heapq
 import sys
 from asyncio import events
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
 __all__ = ["OWNER", "Owner", "VirtualLoop"]
 
 T = TypeVar("T")
+Act = Callable[..., object]
 
 _SPINS_MAX = 100_000
 
@@ -31,7 +32,7 @@ class Owner:
         self.tasks: list[asyncio.Task[Any]] = []
 
 
-OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("owner", default=None)
+OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 
 
 class _Handle(asyncio.TimerHandle):
@@ -100,11 +101,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._now
 
     def call_at(  # type: ignore[override]  # asyncio's signature is generic over its arguments
-        self,
-        when: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Act, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at a virtual time."""
         handle = _Handle(when, callback, args, self, context)
@@ -114,20 +111,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_later(  # type: ignore[override]  # as above
-        self,
-        delay: float,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, delay: float, callback: Act, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback after some virtual seconds."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_soon(  # type: ignore[override]  # as above
-        self,
-        callback: Callable[..., object],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, callback: Act, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback next."""
         return self.call_at(self._now, callback, *args, context=context)
@@ -141,7 +131,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         coro: Coroutine[Any, Any, T] | Generator[Any, None, T],
         *,
         name: str | None = None,
-        context: contextvars.Context | None = None,
+        context: Context | None = None,
     ) -> asyncio.Task[T]:
         """An ordinary task, remembered by its owner."""
         task: asyncio.Task[T] = asyncio.Task(coro, loop=self, name=name, context=context)

@@ -7,7 +7,7 @@ have been handled, may be handled much later, and may arrive twice.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import Unavailable, UnknownOutcome
@@ -16,31 +16,9 @@ from holdfast.sim.protocol import Violation
 if TYPE_CHECKING:
     from holdfast.sim.world import Node
 
-__all__ = ["Ports", "SimNet"]
+__all__ = ["Handler", "SimNet"]
 
-Handler = Callable[[Any], Awaitable[Any]]
-
-
-class Ports:
-    """Who listens where."""
-
-    def __init__(self) -> None:
-        self._there: dict[str, tuple[Node, Handler]] = {}
-
-    def who(self, address: str) -> "tuple[Node, Handler] | None":
-        """Whoever listens at an address and lives."""
-        there = self._there.get(address)
-        return None if there is None or there[0].dead else there
-
-    def open(self, address: str, node: "Node", handler: Handler) -> None:
-        """Listen there; the address must be free."""
-        assert self.who(address) is None, f"{address} is taken"
-        self._there[address] = (node, handler)
-
-    def close(self, address: str, node: "Node") -> None:
-        """Listen no more."""
-        if self._there.get(address, (None,))[0] is node:
-            del self._there[address]
+Handler = Callable[[Any], Coroutine[Any, Any, Any]]
 
 
 class SimNet:
@@ -50,17 +28,24 @@ class SimNet:
         self._node = node
         self._world = node.world
 
+    def _who(self, address: str) -> "tuple[Node, Handler] | None":
+        """Whoever listens at an address and lives."""
+        there = self._world.ports.get(address)
+        return None if there is None or there[0].dead else there
+
     def listen(self, address: str, handler: Handler) -> None:
-        """Handle what is sent to this address."""
-        self._world.ports.open(address, self._node, handler)
+        """Handle what is sent to this address, which must be free."""
+        assert self.is_free(address), f"{address} is taken"
+        self._world.ports[address] = (self._node, handler)
 
     def close(self, address: str) -> None:
         """Listen there no more."""
-        self._world.ports.close(address, self._node)
+        if self._world.ports.get(address, (None,))[0] is self._node:
+            del self._world.ports[address]
 
     def is_free(self, address: str) -> bool:
         """Whether nobody listens there."""
-        return self._world.ports.who(address) is None
+        return self._who(address) is None
 
     async def call(self, address: str, request: Any, timeout_s: float) -> Any:
         """Send a request and wait for its answer.
@@ -90,14 +75,14 @@ class SimNet:
 
     def _arrive(self, address: str, request: Any, answer: "asyncio.Future[Any] | None") -> None:
         """The request is there: its handler runs in the process that listens."""
-        there = self._world.ports.who(address)
+        there = self._who(address)
         if there is None:
             self._back(answer, Unavailable(f"nobody listens at {address}"))
             return
         target, handler = there
 
         def begin() -> None:
-            task = target.spawn(_handled(handler, request), name=f"{target.name} handles")
+            task = target.spawn(handler(request), name=f"{target.name} handles")
             task.add_done_callback(ended)
 
         def ended(task: "asyncio.Task[Any]") -> None:
@@ -124,7 +109,3 @@ class SimNet:
 
         node = self._node
         self._world.loop.call_later(node.delay_s(), hear, context=node.context)
-
-
-async def _handled(handler: Handler, request: Any) -> Any:
-    return await handler(request)

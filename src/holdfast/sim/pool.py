@@ -28,14 +28,17 @@ class Pool:
     """Processes that play schedules; a context manager. With one job, none are started."""
 
     def __init__(self, find: Find, jobs: int | None = None) -> None:
-        self._find = find
+        self.find = find
         self.jobs = jobs or len(os.sched_getaffinity(0))
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
         if self.jobs > 1:
             self._executor = ProcessPoolExecutor(
-                self.jobs, get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+                self.jobs,
+                get_context("spawn"),
+                initializer=proc.die_with_parent,
+                initargs=(os.getpid(),),
             )
         return self
 
@@ -46,7 +49,7 @@ class Pool:
     def search(self, name: str, seeds: range, *, steps: int | None = None) -> Iterator[Summary]:
         """Play `name` until a schedule breaks it; yields what has been shown, now and then."""
         if self._executor is None:
-            yield from search(self._find(name), seeds, steps=steps)
+            yield from search(self.find(name), seeds, steps=steps)
             return
         total: Summary | None = None
         waiting: deque[Future[Summary]] = deque()
@@ -55,11 +58,15 @@ class Pool:
             while True:
                 while len(waiting) < 2 * self.jobs and (run := next(runs, None)) is not None:
                     with _uninterrupted():  # it may start a process
-                        submitted = self._executor.submit(_play, self._find, name, run, steps)
+                        submitted = self._executor.submit(_play, self.find, name, run, steps)
                         waiting.append(submitted)
                 if not waiting:
                     return
-                total = _sum(total, waiting.popleft().result())
+                more = waiting.popleft().result()
+                if total is not None:
+                    more.table.add(total.table)
+                    more.schedules += total.schedules
+                total = more
                 yield total
                 if total.failure is not None:
                     return
@@ -96,19 +103,6 @@ def _uninterrupted() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def _begin(parent_pid: int) -> None:
-    proc.die_with_parent(parent_pid)
-
-
 def _play(find: Find, name: str, seeds: range, steps: int | None) -> Summary:
     *_, last = search(find(name), seeds, steps=steps)
     return last
-
-
-def _sum(total: Summary | None, more: Summary) -> Summary:
-    if total is None:
-        return more
-    total.table.add(more.table)
-    return Summary(
-        total.schedules + more.schedules, total.table.steps.total(), total.table, more.failure
-    )

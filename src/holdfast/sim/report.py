@@ -4,13 +4,15 @@ import hashlib
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from holdfast.sim.faults import Table, describe
-from holdfast.sim.pool import Find, Pool
-from holdfast.sim.runner import Failure, Make, Summary, play, shortest
+from holdfast import text
+from holdfast.sim.faults import describe
+from holdfast.sim.pool import Pool
+from holdfast.sim.runner import Failure, Summary, play, shortest
 
 __all__ = ["Player", "commit_seed"]
 
@@ -19,28 +21,20 @@ _SEEDS_PER_PAIR = 3
 _STORY_LINES = 60
 
 
+@dataclass
 class Player:
-    """Plays protocols by their names and prints what came of it."""
+    """Plays protocols by their names and prints what came of it; `command` replays a schedule."""
 
-    def __init__(self, find: Find, command: str, *, steps: int | None, jobs: int | None) -> None:
-        """`find` knows the protocols; `command` replays a schedule."""
-        self._find = find
-        self._command = command
-        self._steps = steps
-        self._jobs = jobs
-        self._pool: Pool
-
-    def __enter__(self) -> "Player":
-        self._pool = Pool(self._find, self._jobs).__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
+    pool: Pool
+    command: str
+    steps: int | None
 
     def holds(self, name: str, seeds: range) -> bool:
         """Whether a protocol keeps its promises, and met every fault at every kind of step."""
         summary = self._play(name, seeds)
-        _print_table(summary.table)
+        heads, *rows = summary.table.rows()
+        for line in text.table(heads, rows, " " + "r" * len(heads)):
+            click.echo(line)
         if summary.failure is not None:
             self._tell(name, summary.failure)
             return False
@@ -51,7 +45,7 @@ class Player:
 
     def catches(self, name: str, seeds: range) -> bool:
         """Whether one of the schedules breaks a protocol."""
-        for summary in self._pool.search(name, seeds, steps=self._steps):
+        for summary in self.pool.search(name, seeds, steps=self.steps):
             if (found := summary.failure) is not None:
                 click.echo(f"  {name}: caught by seed {found.seed}: {found.violation}")
                 return True
@@ -60,7 +54,7 @@ class Player:
 
     def replay(self, name: str, seed: int) -> bool:
         """Play exactly one schedule, and tell its story if it breaks a promise."""
-        failure, table = play(self._find(name), seed, steps=self._steps)
+        failure, table = play(self.pool.find(name), seed, steps=self.steps)
         if failure is None:
             steps, faults = table.steps.total(), table.fired.total()
             click.echo(f"{name}: ok: seed {seed}, {steps} steps, {faults} faults")
@@ -72,7 +66,7 @@ class Player:
         began = shown = time.monotonic()
         summary: Summary | None = None
         terminal = sys.stderr.isatty()
-        for summary in self._pool.search(name, seeds, steps=self._steps):
+        for summary in self.pool.search(name, seeds, steps=self.steps):
             if terminal and time.monotonic() - shown > 0.5:
                 shown = time.monotonic()
                 click.echo(f"\r{name}: {summary.schedules} of {len(seeds)} ", nl=False, err=True)
@@ -91,8 +85,7 @@ class Player:
 
     def _tell(self, name: str, failure: Failure) -> None:
         click.echo(f"\nseed {failure.seed} breaks {name}: {failure.violation}")
-        make: Make = self._find(name)
-        short = shortest(make, failure, steps=self._steps)
+        short = shortest(self.pool.find(name), failure, steps=self.steps)
         if short.violation != failure.violation:
             click.echo(f"With fewer faults it is: {short.violation}")
         click.echo(
@@ -108,8 +101,8 @@ class Player:
             click.echo("The story:")
         for at, who, what in lines[-_STORY_LINES:]:
             click.echo(f"  {at:10.3f}  {who:7} {what}")
-        extra = "" if self._steps is None else f" --steps {self._steps}"
-        click.echo(f"Replay it: {self._command} {name} --seed {failure.seed}{extra}")
+        extra = "" if self.steps is None else f" --steps {self.steps}"
+        click.echo(f"Replay it: {self.command} {name} --seed {failure.seed}{extra}")
 
 
 def commit_seed() -> int:
@@ -131,12 +124,3 @@ def _missing(summary: Summary) -> list[tuple[str, str]]:
     """Pairs of fault and step that should have met by now."""
     enough = summary.schedules >= _SEEDS_PER_PAIR * len(summary.table.possible)
     return summary.table.never_fired() if enough else []
-
-
-def _print_table(table: Table) -> None:
-    """How often each fault fired at each kind of step."""
-    rows = list(table.rows())
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join([row[0].ljust(len(first)), *rest]))

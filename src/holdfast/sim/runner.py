@@ -37,18 +37,29 @@ class Summary(msgspec.Struct):
     """What a run over many seeds has shown."""
 
     schedules: int
-    steps: int
     table: Table
     failure: Failure | None
 
+    @property
+    def steps(self) -> int:
+        """How many steps were taken, in all schedules."""
+        return self.table.steps.total()
 
-def play(make: Make, seed: int, *, steps: int | None = None) -> tuple[Failure | None, Table]:
-    """Play one schedule."""
-    world = World(make(), seed, steps=steps)
+
+def play(
+    make: Make,
+    seed: int,
+    *,
+    steps: int | None = None,
+    faults: list[Fault] | None = None,
+    trace: bool = False,
+) -> tuple[Failure | None, Table]:
+    """Play one schedule: with the seed's faults, or with these."""
+    world = World(make(), seed, steps=steps, faults=faults, trace=trace)
     violation = world.play()
     if violation is None:
         return None, world.table
-    return Failure(seed, str(violation), world.fired), world.table
+    return Failure(seed, str(violation), world.fired, world.story), world.table
 
 
 def search(make: Make, seeds: Iterable[int], *, steps: int | None = None) -> Iterator[Summary]:
@@ -65,7 +76,7 @@ def search(make: Make, seeds: Iterable[int], *, steps: int | None = None) -> Ite
                 table.add(counts)
             if count % _GC_EVERY == 0:
                 gc.collect()
-            yield Summary(count, table.steps.total(), table, failure)
+            yield Summary(count, table, failure)
             if failure is not None:
                 return
     finally:
@@ -85,10 +96,8 @@ def _without_the_dead(unraisable: "sys.UnraisableHookArgs") -> None:
 def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failure:
     """The same failure with no fault in it that could be left out, and its story."""
 
-    def replay(faults: list[Fault]) -> Failure | None:
-        world = World(make(), failure.seed, steps=steps, faults=faults)
-        violation = world.play()
-        return None if violation is None else Failure(failure.seed, str(violation), world.fired)
+    def replay(faults: list[Fault], *, trace: bool = False) -> Failure | None:
+        return play(make, failure.seed, steps=steps, faults=faults, trace=trace)[0]
 
     def fewer(current: Failure) -> Failure | None:
         """A failure without some of these faults: the same kind of failure, if there is one."""
@@ -106,10 +115,9 @@ def shortest(make: Make, failure: Failure, *, steps: int | None = None) -> Failu
     assert current is not None, "a schedule must replay exactly"
     while (found := fewer(current)) is not None:
         current = found
-    world = World(make(), failure.seed, steps=steps, faults=current.faults, trace=True)
-    violation = world.play()
-    assert violation is not None, "a schedule must replay exactly"
-    return Failure(failure.seed, str(violation), world.fired, world.story)
+    told = replay(current.faults, trace=True)
+    assert told is not None, "a schedule must replay exactly"
+    return told
 
 
 def _parts(faults: list[Fault]) -> Iterator[list[Fault]]:

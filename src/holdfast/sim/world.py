@@ -8,7 +8,6 @@ as little as possible.
 import asyncio
 import contextlib
 import contextvars
-import functools
 import random
 import traceback
 from collections.abc import Callable, Coroutine
@@ -22,12 +21,12 @@ from holdfast.sim.disk import SimDisk
 from holdfast.sim.faults import APPLIES, NET, STORE, Fault, Swarm, Table, describe, pairs
 from holdfast.sim.files import SimFiles
 from holdfast.sim.loop import OWNER, Owner, VirtualLoop
-from holdfast.sim.net import Ports, SimNet
+from holdfast.sim.net import Handler, SimNet
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.store import SimStore
 from holdfast.transfer.memory import MemoryBackend
 
-__all__ = ["Node", "World"]
+__all__ = ["Node", "World", "first_of"]
 
 T = TypeVar("T")
 
@@ -49,7 +48,10 @@ class Dead(BaseException):
 
 
 class Node(Owner):
-    """One life of one process: from a start to a crash or to the end."""
+    """One life of one process: from a start to a crash or to the end.
+
+    `ledger`, `disk`, `values` and `net` are the world as this process reaches it.
+    """
 
     def __init__(self, world: "World", name: str, life: int) -> None:
         super().__init__()
@@ -57,6 +59,9 @@ class Node(Owner):
         self.name = name
         self.random = random.Random(f"{world.seed} {name} {life}")
         self.ledger = SimLedger(self)
+        self.disk = SimDisk(self)
+        self.values = SimStore(self)
+        self.net = SimNet(self)
         self.cut_until = 0.0
         self.rate = 1.0
         self.offset = 0.0
@@ -75,21 +80,6 @@ class Node(Owner):
         if luck < 0.7:
             return 0.001 + luck * 0.01
         return (luck - 0.7) * (1.0 if luck < 0.95 else 10.0)
-
-    @functools.cached_property
-    def disk(self) -> SimDisk:
-        """The disk as this process reaches it."""
-        return SimDisk(self)
-
-    @functools.cached_property
-    def values(self) -> SimStore:
-        """The store of values as this process reaches it."""
-        return SimStore(self)
-
-    @functools.cached_property
-    def net(self) -> SimNet:
-        """The other processes as this one reaches them."""
-        return SimNet(self)
 
     # ---- the Runtime of its shells -------------------------------------------
 
@@ -132,7 +122,8 @@ class World:
         self.files = SimFiles(self.loop.time, protocol.disk_bytes)
         protocol.files = self.files
         self.values = protocol.values = MemoryBackend()
-        self.ports = Ports()
+        self.ports: dict[str, tuple[Node, Handler]] = {}
+        """Who listens where, alive or dead."""
         possible = pairs(
             disk=protocol.disk, store=protocol.store, net=protocol.net, never=protocol.never
         )
@@ -170,10 +161,7 @@ class World:
                 self.loop.run(self._over, limit_s)
             if not self._over():
                 self.fail(
-                    Violation(
-                        f"not settled {_HEALED_S:.0f} s after the last fault: "
-                        "something waits for ever"
-                    )
+                    f"not settled {_HEALED_S:.0f} s after the last fault: something waits for ever"
                 )
             if not self._is_broken():
                 # What is still on its way arrives, and must not break anything either.
@@ -185,14 +173,12 @@ class World:
 
     def _is_broken(self) -> bool:
         if self.loop.problems and self._broken is None:
-            self.fail(Violation(self.loop.problems[0]))
+            self.fail(self.loop.problems[0])
         return self._broken is not None
 
     def _over(self) -> bool:
         if self._steps > _STEPS_MAX:
-            self.fail(
-                Violation(f"not settled after {_STEPS_MAX} steps: something runs in circles")
-            )
+            self.fail(f"not settled after {_STEPS_MAX} steps: something runs in circles")
         return self._is_broken() or self.protocol.settled()
 
     def _heal(self, names: list[str]) -> None:
@@ -218,18 +204,16 @@ class World:
     def _look_for_bugs(self, node: Node) -> None:
         """A task that failed with something unexpected is a bug, even if nobody waits for it."""
         for task in node.tasks:
-            if task.done() and not task.cancelled():
-                error = task.exception()
-                if error is not None and not isinstance(error, HoldfastError | Dead | Violation):
+            if task.done() and not task.cancelled() and (raised := task.exception()) is not None:
+                error = first_of(raised)
+                if not isinstance(error, HoldfastError | Dead | Violation):
                     self._fail_with(node, error)
 
     def _fail_with(self, node: Node, error: BaseException) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         self.fail(
-            Violation(
-                f"{node.name} failed with {type(error).__name__}: {error} "
-                f"({where.filename}:{where.lineno})"
-            )
+            f"{node.name} failed with {type(error).__name__}: {error} "
+            f"({where.filename}:{where.lineno})"
         )
 
     def later(self, delay_s: float, act: Callable[..., object], *args: object) -> None:
@@ -266,7 +250,7 @@ class World:
 
     def _ended(self, node: Node, task: "asyncio.Task[None]") -> None:
         if task.cancelled():
-            self.fail(Violation(f"{node.name} was cancelled by itself"))
+            self.fail(f"{node.name} was cancelled by itself")
             return
         error = task.exception()
         node.dead = True
@@ -279,10 +263,10 @@ class World:
         elif error is not None and not isinstance(error, Dead):
             self._fail_with(node, error)
 
-    def fail(self, violation: Violation) -> None:
+    def fail(self, violation: Violation | str) -> None:
         """End the schedule with this violation, the first one."""
         if self._broken is None:
-            self._broken = violation
+            self._broken = Violation(violation) if isinstance(violation, str) else violation
             self.note("world", f"BROKEN: {violation}")
 
     # ---- steps and faults ----------------------------------------------------
@@ -423,6 +407,13 @@ class World:
         """Undo `listen`."""
         if wake in self._watchers:
             self._watchers.remove(wake)
+
+
+def first_of(error: BaseException) -> BaseException:
+    """An error; of several, that tasks that work together have raised, the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _in_words(batch: Batch) -> str:

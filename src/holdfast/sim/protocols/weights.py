@@ -181,10 +181,8 @@ class WeightsProtocol(Protocol):
                 return max(pin.number, -1 if last is None else last)
         except Corrupt as error:
             raise Violation(f"{subscriber.name} was given damaged weights: {error}") from error
-        except Gone:
+        except (Gone, Mistake):
             return last  # it went before we pinned it: the next one does
-        except Mistake:
-            return last
 
     async def _acknowledge(self, subscriber: Subscriber, number: int) -> None:
         """Tell it; while that goes on, what was told before may stand there as well."""
@@ -193,14 +191,18 @@ class WeightsProtocol(Protocol):
         await subscriber.acknowledge(number)
         self._acknowledged[subscriber] = {number}
 
+    def _recorded(self, seat: str) -> Consumer | None:
+        """What the ledger says of a consumer; nothing when its lease has ended."""
+        name, _, lease = seat.rpartition("-")
+        return self.record_at(KEYS.consumer(name, int(lease)), Consumer)
+
     def _must_be_acknowledged(self) -> None:
         for subscriber, told in self._acknowledged.items():
-            name, _, lease = subscriber.seat_id.rpartition("-")
-            record = self.record_at(KEYS.consumer(name, int(lease)), Consumer)
+            record = self._recorded(subscriber.seat_id)
             if record is not None and record.acknowledged not in told:  # it goes with its lease
                 raise Violation(
-                    f"{name} was told that it has acknowledged {sorted(told)}; the ledger says "
-                    f"{record.acknowledged}"
+                    f"{record.name} was told that it has acknowledged {sorted(told)}; the ledger "
+                    f"says {record.acknowledged}"
                 )
 
     async def _read(self, runtime: Runtime, pin: Pin) -> None:
@@ -231,7 +233,7 @@ class WeightsProtocol(Protocol):
         """While its lease lives, a pin is in the ledger."""
         name, _, lease = pin._seat.id.rpartition("-")
         if int(lease) in self.truth.leases():
-            record = self.record_at(KEYS.consumer(name, int(lease)), Consumer)
+            record = self._recorded(pin._seat.id)
             if record is None or pin.number not in record.pins:
                 raise Violation(f"{name} reads version {pin.number}, and its pin was lost")
 

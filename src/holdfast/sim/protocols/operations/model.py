@@ -16,20 +16,17 @@ recorded and in what clients heard:
 At the end every client has a result for everything that it sent.
 """
 
-import functools
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from holdfast.errors import Exists, Gone, HoldfastError, NotFound, Unavailable
-from holdfast.jobs.policy import Policy
 from holdfast.ledger import Batch
 from holdfast.ledger.records import decode
 from holdfast.retry import insist
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.protocols.operations.script import Script
-from holdfast.sim.protocols.operations.taking_over import Handler, incarnation, take_over
+from holdfast.sim.protocols.operations.taking_over import HASTY, Handler, Trainers
 from holdfast.sim.protocols.operations.toy import (
     LOADED,
     ToyCompute,
@@ -41,44 +38,25 @@ from holdfast.sim.protocols.operations.toy import (
 from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 from holdfast.trainer import ops
+from holdfast.trainer.core import Core
 from holdfast.trainer.records import Entry, Keys, Model, Result, number_of
 from holdfast.trainer.segments import read_content
 from holdfast.trainer.state import Pending
 from holdfast.trainer.trainer import Trainer
 
-__all__ = ["Call", "OperationsProtocol", "Reply"]
+__all__ = ["OperationsProtocol"]
 
 KEYS = Keys("r", "x", "j")
 TRAINERS = {"n0": "t0", "n1": "t1"}
 CLIENTS = ("n2", "n3")
-POLICY = Policy(
-    gap_s=60.0,
-    checkpoint_ops=3,
-    checkpoint_s=4.0,
-    keep_results=4,
-    result_s=2000.0,
-    upkeep_s=5.0,
-    poison_deaths=50,
-    max_models=1,
-)
+POLICY = HASTY.model_copy(update={"gap_s": 60.0, "max_models": 1})
 WAYS = ("sent", "answered")
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A request."""
-
-    kind: str
-    line: str = ""
-    number: int = 0
-    op: bytes = b""
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """Its answer."""
-
-    kind: str
-    value: str = ""
-    outcome: bytes = b""
+Call = Callable[[Core], Awaitable[object]]
+"""A request: what its caller wants of a trainer."""
+NO = (Gone, NotFound, Exists)
+"""Answers that asking again does not change."""
 
 
 class OperationsProtocol(Protocol):
@@ -87,7 +65,6 @@ class OperationsProtocol(Protocol):
     nodes = 4
     steps = 500
     net = True
-    policy = POLICY
     never = frozenset(
         # Nobody holds a lease here.
         ("expire", step)
@@ -98,9 +75,7 @@ class OperationsProtocol(Protocol):
     )
 
     def __init__(self, trainer: Callable[..., Trainer] = Trainer, *, guarded: bool = True) -> None:
-        self._trainer = trainer
-        self._guarded = guarded
-        self._files: dict[tuple[int, int], bytes] = {}
+        self._trainers = Trainers(trainer, KEYS, ToyCompute, ToyVault, POLICY, guarded)
         self._entries: dict[str, dict[int, Entry]] = {}
         self._results: dict[str, dict[int, Result]] = {}
         self._trimmed: dict[str, int] = {}
@@ -113,64 +88,33 @@ class OperationsProtocol(Protocol):
     async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
         if name in TRAINERS:
-            await take_over(runtime, TRAINERS[name], self._begin)
+            await self._trainers.take_over(runtime, TRAINERS[name], self._answers)
         else:
             await self._use(runtime, self._scripts[name])
 
-    # ---- a trainer ---------------------------------------------------------------
+    def _answers(self, _: Node, trainer: Trainer) -> Handler:
+        async def answer(call: Call) -> object:
+            try:
+                return await call(trainer.core)
+            except NO as error:
+                return error
+            except HoldfastError as error:
+                return Unavailable(str(error))
 
-    async def _begin(self, node: Node, epoch: int) -> tuple[Trainer, Handler]:
-        trainer = self._trainer(
-            node,
-            KEYS,
-            incarnation(epoch) if self._guarded else [],
-            compute=ToyCompute(node),
-            segments=lambda term: ToySegments(self._files, term),
-            vault=lambda journal: ToyVault(node, lambda: journal.guards),
-            wall=lambda: 1e9 + node.now(),
-            policy=self.policy,
-        )
-        await trainer.begin(epoch, by=f"{node.name} {node.random.random()}")
-        return trainer, functools.partial(self._answer, trainer)
-
-    async def _answer(self, trainer: Trainer, call: Call) -> Reply:
-        core = trainer.core
-        try:
-            match call.kind:
-                case "create_session":
-                    return Reply("ok", await core.create_session())
-                case "create_model":
-                    op = ops.CreateModel(session=call.line, base="b")
-                    _, model = await core.create_model(call.line, call.number, op)
-                    return Reply("ok", model)
-                case "submit":
-                    op2 = ops.decode_op(call.op)
-                    return Reply("ok", await core.submit(call.line, call.number, op2))
-                case _:
-                    got = await core.retrieve(call.line, TIMES.poll_hold_s)
-                    if isinstance(got, Pending):
-                        return Reply("pending", got.reason)
-                    return Reply("ok", outcome=ops.encode(got))
-        except Gone as error:
-            return Reply("gone", str(error))
-        except NotFound as error:
-            return Reply("missing", str(error))
-        except Exists as error:
-            return Reply("clash", str(error))
-        except HoldfastError as error:
-            return Reply("again", str(error))
+        return answer
 
     # ---- a client ----------------------------------------------------------------
 
     async def _use(self, node: Node, script: Script) -> None:
         while not script.session:
-            reply = await self._call(node, Call("create_session"))
-            if reply.kind == "ok":
-                script.begin(session=reply.value)
+            script.begin(session=await self._ask(node, lambda core: core.create_session()))
+        op = ops.CreateModel(session=script.session, base="b")
         while not script.model:
-            reply = await self._call(node, Call("create_model", script.session, 0))
-            if reply.kind == "ok":
-                script.begin(model=reply.value)
+            with contextlib.suppress(*NO):  # by a trainer that has been replaced
+                _, model = await self._ask(
+                    node, lambda core: core.create_model(script.session, 0, op)
+                )
+                script.begin(model=model)
         tasks = [
             node.spawn(self._one(node, script, number), name=f"op {number}")
             for number in script.order()
@@ -181,39 +125,27 @@ class OperationsProtocol(Protocol):
 
     async def _one(self, node: Node, script: Script, number: int) -> None:
         await node.sleep(script.delay_s(number, node.random))
-        while True:
-            call = Call("submit", script.model, number, script.op(number, node.random))
-            reply = await self._call(node, call)
-            if reply.kind == "ok":
-                break
-            if reply.kind != "gone" or number not in script.results:
-                raise Violation(f"{script.model}:{number} was refused: {reply}")
-            return
-        if number not in self._entries.get(script.model, {}) and number > self._trimmed.get(
-            script.model, -1
-        ):
-            raise Violation(f"{reply.value} was promised, and is not in the ledger")
-        while True:
-            reply = await self._call(node, Call("retrieve", f"{script.model}:{number}"))
-            if reply.kind == "ok":
-                script.hear(number, reply.outcome)
-                # Some hear a thing, and forget that they did.
-                if node.random.random() < 0.9:
-                    return
-            elif reply.kind != "pending":
-                if reply.kind == "gone" and number in script.results:
-                    return
-                raise Violation(f"{script.model}:{number} was promised: {reply}")
+        request, op = f"{script.model}:{number}", script.op(number, node.random)
+        try:
+            await self._ask(node, lambda core: core.submit(script.model, number, op))
+            self._must_be_recorded(script.model, number)
+            while True:
+                got = await self._ask(node, lambda core: core.retrieve(request, TIMES.poll_hold_s))
+                if not isinstance(got, Pending):
+                    script.hear(number, ops.encode(got))
+                    # Some hear a thing, and forget that they did.
+                    if node.random.random() < 0.9:
+                        return
+        except NO as error:
+            if not isinstance(error, Gone) or number not in script.results:
+                raise Violation(f"{request} was refused, or forgotten: {error}") from error
 
-    async def _call(self, node: Node, call: Call) -> Reply:
+    async def _ask(self, node: Node, call: Call) -> Any:
         """Ask whichever trainer is there, again and again."""
 
-        async def ask() -> Reply:
+        async def ask() -> object:
             address = node.random.choice(sorted(TRAINERS.values()))
-            reply: Reply = await node.net.call(address, call, TIMES.client_call_s)
-            if reply.kind == "again":
-                raise Unavailable(reply.value)
-            return reply
+            return await node.net.call(address, call, TIMES.client_call_s)
 
         return await insist(node, ask)
 
@@ -234,6 +166,11 @@ class OperationsProtocol(Protocol):
                     self._see_result(line, number, decode(Result, one.entry))
             elif one.key.startswith(KEYS.models) and one.entry is not None:
                 self._see_model(one.key.rpartition("/")[2], decode(Model, one.entry))
+
+    def _must_be_recorded(self, line: str, number: int) -> None:
+        known = number in self._entries.get(line, {}) or number <= self._trimmed.get(line, -1)
+        if not known:
+            raise Violation(f"{line}:{number} was promised, and is not in the ledger")
 
     def _see_entry(self, line: str, number: int, entry: Entry) -> None:
         known = self._entries.setdefault(line, {}).setdefault(number, entry)
@@ -279,7 +216,7 @@ class OperationsProtocol(Protocol):
         return history
 
     def _read(self, content: Any) -> bytes:
-        return read_content(content, ToySegments(self._files, 0))
+        return read_content(content, ToySegments(self._trainers.files, 0))
 
     def _see_trim(self, line: str, number: int) -> None:
         if "-s" not in line and number > self._trimmed.get(line, -1):

@@ -32,7 +32,7 @@ class Script:
         if roll < 0.4:
             loss = "bad" if luck.random() < 0.1 else "good"
             return ops.ForwardBackward(
-                data=[], loss=loss, config={"n": number}, backward=luck.random() < 0.9
+                data=[], loss=loss, config={"n": float(number)}, backward=luck.random() < 0.9
             )
         if roll < 0.65:
             return ops.OptimStep(learning_rate=float(number))
@@ -55,14 +55,14 @@ class Script:
         """When it is sent first: in order, but some come after those that follow them."""
         return number * 3.0 + (luck.random() * 15.0 if number in self._late else 0.0)
 
-    def op(self, number: int, luck: random.Random) -> bytes:
+    def op(self, number: int, luck: random.Random) -> ops.Op:
         """The operation, as it is sent this time."""
         op = self._ops[number]
         if isinstance(op, ops.SaveForSampler):
             op = ops.SaveForSampler(session_seq=1000 * number + luck.randrange(1000))
         if isinstance(op, ops.LoadWeights):
             op = ops.LoadWeights(path=f"tinker://{self.model}/weights/{_SAVE}")
-        return ops.encode(op)
+        return op
 
     def hear(self, number: int, outcome: bytes) -> None:
         """A result came. It is the same every time."""

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.errors import Unavailable
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.launcher import Launcher, Running, Ticket
-from holdfast.ledger.types import Compare, Get, Put, absent, present
+from holdfast.ledger.types import Get, Put, absent, present
 from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node
 
@@ -108,7 +108,9 @@ class Trainer(Running):
         key = op_key(self._who.account, self._who.job, call.seq)
         op = Op(call.work, self._who.epoch)
         guards = [self._who.guard()] if self._guarded else []
-        before = [] if call.seq == 1 else [key_before(call, self._who)]
+        # Operations take effect in order: the one before must be there.
+        last = op_key(self._who.account, self._who.job, call.seq - 1)
+        before = [] if call.seq == 1 else [present(last)]
         txn = await self._node.ledger.txn(
             [*guards, absent(key), *before], [Put(key, msgspec.json.encode(op))], [Get(key)]
         )
@@ -124,11 +126,6 @@ class Trainer(Running):
                 return Reply(200)
             await self._node.sleep(1.0)
         return Reply(408)
-
-
-def key_before(call: Call, who: Incarnation) -> Compare:
-    """Operations take effect in order: the one before must be there."""
-    return present(op_key(who.account, who.job, call.seq - 1))
 
 
 class SimLauncher(Launcher):

@@ -18,7 +18,6 @@ At the end everything is done, `metrics.jsonl` is what it would have been, every
 acknowledged, and nothing of it is left in the store.
 """
 
-import contextlib
 import functools
 import random
 from collections.abc import Awaitable, Callable
@@ -27,7 +26,6 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import HoldfastError, Mistake, NotFound, Unavailable
-from holdfast.jobs.policy import Policy
 from holdfast.ledger import Batch as Change
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run.config import Config
@@ -37,33 +35,23 @@ from holdfast.run.orchestrator_process import _model
 from holdfast.run.records import StepRecord
 from holdfast.run.steps import Steps
 from holdfast.sim.protocol import Protocol, Violation
-from holdfast.sim.protocols.operations.taking_over import Handler, incarnation, take_over
-from holdfast.sim.protocols.operations.toy import ToySegments
+from holdfast.sim.protocols.operations.taking_over import HASTY, Handler, Trainers
 from holdfast.sim.protocols.run.parts import Page, SimClient, SimPool, SimReplica
 from holdfast.sim.protocols.run.reference import BASE, Reference
 from holdfast.sim.protocols.run.toy import Compute, Vault
 from holdfast.sim.protocols.run.witness import RUN, TRAINED, Witness
 from holdfast.sim.times import TIMES
-from holdfast.sim.world import Node
+from holdfast.sim.world import Node, first_of
 from holdfast.trainer.service import PREFIX, Request, Service
 from holdfast.trainer.trainer import Trainer
-from holdfast.transfer.queue import Batch, Queue
+from holdfast.transfer.queue import Queue
 
-__all__ = ["RunProtocol", "SimOrchestrator"]
+__all__ = ["RunProtocol"]
 
 TRAINERS = {"n0": "t0", "n1": "t1"}
 ORCHESTRATORS = ("n2", "n3")
 REPLICAS = {"n4": "r0", "n5": "r1"}
 METRICS = "metrics.jsonl"
-POLICY = Policy(
-    gap_s=400.0,
-    checkpoint_ops=3,
-    checkpoint_s=4.0,
-    keep_results=4,
-    result_s=2000.0,
-    upkeep_s=5.0,
-    poison_deaths=50,
-)
 
 
 @functools.cache
@@ -76,35 +64,6 @@ def _config(seed: int, steps: int, lag: int) -> Config:
             "evaluate": {"every": 2, "prompts": 1},
         }
     )
-
-
-class SimOrchestrator(Orchestrator):
-    """The orchestrator. Errors of tasks that work together come as the first of them."""
-
-    async def _make(self, step: int) -> Batch:
-        with _first():
-            return await super()._make(step)
-        raise AssertionError
-
-    async def _evaluate(self, step: int) -> None:
-        with _first():
-            await super()._evaluate(step)
-
-    async def _learn_surely(self, *given: Any) -> tuple[float, float]:
-        with _first():
-            return await super()._learn_surely(*given)
-        raise AssertionError
-
-
-@contextlib.contextmanager
-def _first() -> Any:
-    try:
-        yield
-    except ExceptionGroup as group:
-        error: Exception = group
-        while isinstance(error, ExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
 
 
 class RunProtocol(Protocol):
@@ -120,7 +79,7 @@ class RunProtocol(Protocol):
 
     def __init__(
         self,
-        orchestrator: type[Orchestrator] = SimOrchestrator,
+        orchestrator: type[Orchestrator] = Orchestrator,
         records: type[Steps] = Steps,
         trainer: Callable[..., Trainer] = Trainer,
         ended: Callable[[Steps, Metrics], Awaitable[bool]] = has_ended,
@@ -129,13 +88,11 @@ class RunProtocol(Protocol):
     ) -> None:
         self._orchestrator = orchestrator
         self._records = records
-        self._trainer = trainer
+        self._trainers = Trainers(trainer, TRAINED, Compute, Vault, HASTY, guarded)
         self._ended = ended
-        self._guarded = guarded
         self._config = _config(0, 4, 1)
         self._reference = Reference(self._config)
         self._witness = Witness(self._reference)
-        self._files: dict[tuple[int, int], bytes] = {}
         self._pages: dict[str, bytes] = {}
         self._lives: list[Node] = []
         self._repaired: set[str] = set()
@@ -151,7 +108,7 @@ class RunProtocol(Protocol):
     async def run(self, runtime: Node, name: str) -> None:
         """One process, by its name."""
         if name in TRAINERS:
-            await take_over(runtime, TRAINERS[name], self._begin)
+            await self._trainers.take_over(runtime, TRAINERS[name], self._service)
         elif name in REPLICAS:
             await self._replicate(runtime, REPLICAS[name])
         else:
@@ -159,18 +116,7 @@ class RunProtocol(Protocol):
 
     # ---- a trainer ---------------------------------------------------------------
 
-    async def _begin(self, node: Node, epoch: int) -> tuple[Trainer, Handler]:
-        trainer = self._trainer(
-            node,
-            TRAINED,
-            incarnation(epoch) if self._guarded else [],
-            compute=Compute(node),
-            segments=lambda term: ToySegments(self._files, term),
-            vault=lambda journal: Vault(node, lambda: journal.guards),
-            wall=lambda: 1e9 + node.now(),
-            policy=POLICY,
-        )
-        await trainer.begin(epoch, by=f"{node.name} {node.random.random()}")
+    def _service(self, node: Node, trainer: Trainer) -> Handler:
         bases: Any = None  # nobody asks what models there are
         hold_s = TIMES.poll_hold_s
         service = Service(trainer.core, trainer.upkeep, bases, store=node.values, hold_s=hold_s)
@@ -179,7 +125,7 @@ class RunProtocol(Protocol):
             name, headers, body = asked
             return await service.answer(Request("POST", PREFIX + name, headers, body))
 
-        return trainer, handle
+        return handle
 
     # ---- a replica ---------------------------------------------------------------
 
@@ -224,10 +170,11 @@ class RunProtocol(Protocol):
             try:
                 await self._live(node)
                 ended = True
-            except HoldfastError as error:
+            except (HoldfastError, ExceptionGroup) as raised:
+                error = first_of(raised)
                 # Not found: by a trainer that has been replaced, and does not know it yet.
                 if isinstance(error, Mistake) and not isinstance(error, NotFound):
-                    raise Violation(f"{name} is told that it is wrong: {error}") from error
+                    raise Violation(f"{name} is told that it is wrong: {error}") from raised
                 told = f"{type(error).__name__}: {error}"
                 node.world.note(name, f"ends, and is started again: {told}")
             await node.sleep(20.0 if ended else 1.0)
