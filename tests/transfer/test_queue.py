@@ -285,7 +285,7 @@ async def test_payloads_that_a_dead_producer_could_not_record_are_deleted(
 ) -> None:
     """And only those: not what is recorded, not what a living producer is at work on."""
     await queue.put(items(2))
-    place = queue._place
+    place = queue.keys.place
     seat = await queue._desk.seat()
     await store.aput({f"{place}/{seat.id}/mine/x": b"at work", f"{place}/gone-1/s/x": b"lost"})
     await (await open_queue()).tidy()

@@ -190,8 +190,6 @@ class RedisBackend(Backend):
                 if refused is not None:
                     wire.ask([command("UNLINK", name)])
                     return {key: _error(refused, key)}
-        except Lost as error:
-            return {key: Unavailable(f"{key}: not put: {error}", key=key)}
         except HoldfastError as error:
             return {key: error}
 
@@ -239,9 +237,6 @@ class RedisBackend(Backend):
                 rest = {key: one for key, one in wanted.items() if key not in answer}
                 if rest:
                     self._get_large(wire, rest, answer)
-        except Lost as error:
-            for key in wanted:
-                answer.setdefault(key, Unavailable(f"{key}: not read: {error}", key=key))
         except HoldfastError as error:
             return {key: answer.get(key, error) for key in wanted}
         return answer
@@ -355,8 +350,6 @@ class RedisBackend(Backend):
                 return _yes_or_no(
                     keys, wire.ask([command("EXISTS", self._name(key)) for key in keys])
                 )
-        except Lost as error:
-            return {key: Unavailable(f"{key}: not asked: {error}", key=key) for key in keys}
         except HoldfastError as error:
             return dict.fromkeys(keys, error)
 
@@ -427,11 +420,8 @@ class RedisBackend(Backend):
         self._pool.close()
 
     def _ask(self, requests: list[list[Buffer]]) -> list[Answer]:
-        try:
-            with self._pool.reading() as wire:
-                answers = wire.ask(requests)
-        except Lost as error:
-            raise Unavailable(f"Redis did not answer: {error}") from error
+        with self._pool.reading() as wire:
+            answers = wire.ask(requests)
         for answer in answers:
             if isinstance(answer, Refused) and answer.code != "WRONGTYPE":
                 raise _error(answer, "")
