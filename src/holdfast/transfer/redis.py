@@ -336,10 +336,7 @@ class RedisBackend(Backend):
             with self._pool.changing() as wire:
                 return call(wire)
         except Lost as error:
-            return {
-                key: UnknownOutcome(f"{key}: may or may not {what}: {error}", key=key)
-                for key in keys
-            }
+            return dict.fromkeys(keys, UnknownOutcome(f"may or may not {what}: {error}"))
         except HoldfastError as error:
             return dict.fromkeys(keys, error)
 

@@ -20,7 +20,7 @@ import msgspec
 from holdfast.contrib.transferqueue.client import HoldfastStorageClient
 from holdfast.errors import Corrupt, NotFound
 from holdfast.transfer.backend import Frame, Stored
-from holdfast.transfer.batches import split
+from holdfast.transfer.batches import named, split
 from holdfast.transfer.frame import Ref, open_head, prove
 from holdfast.transfer.store import again
 
@@ -108,7 +108,7 @@ def _stored(client: HoldfastStorageClient, run: str) -> Iterator[tuple[str, memo
         return {key: _copied(key, frame) for key, frame in answer.items()}
 
     for part in split(found, _nbytes, _AT_ONCE_KEYS, _AT_ONCE_BYTES):
-        got = store.policy.subset(part, once, on=again, partial=True)
+        got = named(store.policy.subset(part, once, on=again, partial=True))
         for error in got.failures.values():
             if not isinstance(error, NotFound):
                 raise error
