@@ -84,12 +84,6 @@ def test_what_a_back_end_says_of_a_whole_call(store: Store, fault: HoldfastError
     failed(broken, type(fault), "get")
 
 
-async def test_the_asynchronous_twins(store: Store) -> None:
-    with pytest.raises(BatchFailed) as caught:
-        await store.aget(KEYS)
-    check(caught.value.failures, NotFound)
-
-
 def test_shared_memory_that_is_full(shm_url: str) -> None:
     with transfer.connect(f"{shm_url}?budget=1M&segment=64K", ONCE) as store:
         with pytest.raises(BatchFailed) as caught:
