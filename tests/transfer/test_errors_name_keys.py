@@ -15,12 +15,11 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.retry import Policy
 from holdfast.servers import RedisServer
 from holdfast.transfer import Store
 from transfer.faulty import Fault, faulty
+from transfer.outcomes import ONCE
 
-ONCE = Policy(attempts=1, deadline_s=10.0)
 KEYS = ["user/key-1", "user/key-2"]
 
 

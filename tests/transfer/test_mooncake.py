@@ -33,10 +33,8 @@ from holdfast.retry import Policy
 from holdfast.servers import MooncakeHolder, MooncakeServer
 from holdfast.transfer import Store
 from transfer.conftest import QUICK
-from transfer.outcomes import PATIENT, fails, lying_values, only_right_values
+from transfer.outcomes import ONCE, PATIENT, fails, lying_values, only_right_values
 from transfer.samples import SAMPLES, same
-
-ONCE = Policy(attempts=1, deadline_s=10.0)
 
 
 @pytest.fixture

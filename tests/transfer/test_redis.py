@@ -37,6 +37,7 @@ from holdfast.transfer.resp import Address, Answer, Wire, command
 from patience import HANG_S
 from transfer.conftest import QUICK
 from transfer.outcomes import (
+    ONCE,
     PATIENT,
     fails,
     lying_values,
@@ -45,7 +46,6 @@ from transfer.outcomes import (
     together,
 )
 
-ONCE = Policy(attempts=1, deadline_s=10.0)
 PART = 1 << 16
 
 

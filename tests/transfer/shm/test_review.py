@@ -12,20 +12,14 @@ import pytest
 
 from holdfast.errors import BatchFailed
 from holdfast.transfer import Store
-from holdfast.transfer.shm.backend import ShmBackend
-from holdfast.transfer.shm.session import Session
 from transfer.outcomes import fails
 
 from .children import content
 from .conftest import Opener
+from .family import session
 
 OPTIONS = f"?budget={8 << 20}&segment=1M"
 SIZE = 250_000
-
-
-def session(store: Store) -> Session:
-    assert isinstance(store.backend, ShmBackend)
-    return store.backend.session()
 
 
 def put(store: Store, *keys: str, size: int = SIZE) -> dict[str, Any]:
