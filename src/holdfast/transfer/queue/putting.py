@@ -19,7 +19,7 @@ from holdfast.errors import BatchFailed, LeaseLost, Mistake, NoRoom, NotFound
 from holdfast.ledger import absent, same_life, unchanged
 from holdfast.ledger.records import put
 from holdfast.retry import insist
-from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
+from holdfast.transfer.frame import Ref, check_key
 from holdfast.transfer.queue import adding
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
@@ -265,15 +265,7 @@ class Putting:
 
 
 def _check(items: Sequence[Item]) -> None:
-    keys = [one.key for one in items]
-    if (
-        set(map(type, keys)) != {str}
-        or not "".join(keys).isprintable()
-        or "" in keys
-        or max(map(len, keys)) * 4 > MAX_KEY_BYTES
-    ):
-        for key in keys:
-            check_key(key)
+    keys = [check_key(one.key) for one in items]
     if len(set(keys)) != len(keys):
         (twice, _), *_ = Counter(keys).most_common(1)
         raise Mistake(f"{twice!r} is given twice", key=twice)
