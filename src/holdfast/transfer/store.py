@@ -48,6 +48,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.retry import Clock, Partial, Policy
+from holdfast.tensors import Source
 from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.batches import collect, named, split
@@ -232,13 +233,12 @@ class Store:
         What is in a buffer whose key failed is undefined.
         """
         asked = _by_key(wanted)
-        places = {_key(one): place for one, place in wanted.items()}
-        rooms = {key: room(key, place) for key, place in places.items()}
+        rooms = {_key(one): room(_key(one), place) for one, place in wanted.items()}
 
         def once(some: Mapping[str, Wanted]) -> dict[str, object]:
             answer = self.backend.get(some)
             return {
-                key: _attempt(_fill, asked[key], frame, places[key], rooms[key])
+                key: _attempt(_fill, asked[key], frame, rooms[key])
                 for key, frame in answer.items()
             }
 
@@ -295,7 +295,9 @@ class Store:
             values = {
                 key: _attempt(_read, asked[key], frame, True) for key, frame in found.items()
             }
-            yield _whole(named(_sorted_out(values)), asked)
+            failures = {key: one for key, one in values.items() if isinstance(one, Exception)}
+            right = {key: one for key, one in values.items() if key not in failures}
+            yield _whole(named(Partial(right, failures)), asked)
 
     # The rest
 
@@ -474,11 +476,11 @@ def _copied(payload: memoryview) -> memoryview:
     return memory.data
 
 
-def _fill(wanted: Wanted, frame: memoryview, place: object, memory: memoryview) -> None:
+def _fill(wanted: Wanted, frame: memoryview, place: Source) -> None:
     head = open_head(frame, wanted)
     fits(head, place)
-    memory[:] = frame[head.nbytes :]
-    prove(head, (memory,), wanted)
+    place.data[:] = frame[head.nbytes :]
+    prove(head, (place.data,), wanted)
 
 
 def _stack(values: Mapping[str, Any]) -> Any:
@@ -493,13 +495,6 @@ def _stack(values: Mapping[str, Any]) -> Any:
     except (RuntimeError, TypeError, ValueError) as error:
         raise Mistake(f"these values are not rows of one tensor: {error}") from None
     raise Mistake(f"rows are those of a tensor or an array, not {type(rows[0]).__name__}")
-
-
-def _sorted_out(answer: Mapping[str, Any]) -> Partial[Any]:
-    return Partial(
-        {key: value for key, value in answer.items() if not isinstance(value, Exception)},
-        {key: value for key, value in answer.items() if isinstance(value, Exception)},
-    )
 
 
 def _whole(found: Partial[V], asked: Mapping[str, object]) -> dict[str, V]:

@@ -14,7 +14,6 @@ from holdfast.ledger.records import Record, put
 from holdfast.transfer.frame import Ref
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.records import Block, Freed, bits, done, mask, text
-from holdfast.transfer.queue.view import BlockView
 
 __all__ = ["Tidying"]
 
@@ -40,14 +39,10 @@ class Tidying:
             with contextlib.suppress(HoldfastError):  # `tidy` tries again
                 places = desk.plan.freeable(desk.view, block)
                 if places:
-                    if refs := self._refs(block, places):
-                        await desk.store.adelete(refs)
+                    refs = [ref for place in bits(places) for ref in block.refs(place)]
+                    await desk.store.adelete(refs)
                     await self._mark(number, places)
                 await self._finish(number)
-
-    @staticmethod
-    def _refs(block: BlockView, places: int) -> list[Ref]:
-        return [ref for place in bits(places) for ref in block.refs(place)]
 
     async def _mark(self, number: int, places: int) -> None:
         desk = self._desk
