@@ -174,15 +174,6 @@ def test_a_dead_master_is_unavailable(own: tuple[MooncakeServer, MooncakeHolder]
             store.stat()
 
 
-@pytest.mark.parametrize(
-    "rest",
-    ["", "?metadata=", "x?metadata=http://x", "?metadata=http://x&segment=5X", "?nonsense=1"],
-)
-def test_mistakes_in_urls(rest: str) -> None:
-    with pytest.raises(Mistake):
-        transfer.connect(f"mooncake://127.0.0.1:1{rest}")
-
-
 def test_connecting_to_nobody_fails_soon() -> None:
     """Mooncake itself would try for a minute and a half."""
     with HeldPort() as port, pytest.raises(Unavailable, match="no Mooncake master"):

@@ -21,7 +21,6 @@ from holdfast.errors import (
     BatchFailed,
     Corrupt,
     Denied,
-    Mistake,
     NoRoom,
     NotFound,
     Unavailable,
@@ -368,24 +367,6 @@ def test_databases_and_prefixes_are_apart(own: RedisServer) -> None:
             store.put({"k": index})
         assert [store.get(["k"])["k"] for store in stores] == [0, 1, 2]
         assert [store.stat().keys for store in stores] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        ":0x",
-        "/x",
-        "?timeout=x",
-        "?timeout=0",
-        "?timeout=nan",
-        "?verify=get",
-        "?prefix=%00",
-        "?a=b",
-    ],
-)
-def test_mistakes_in_urls(rest: str) -> None:
-    with pytest.raises(Mistake):
-        transfer.connect(f"redis://127.0.0.1{rest}")
 
 
 def test_connections_have_a_bound(redis_server: RedisServer, redis_url: str) -> None:

@@ -14,7 +14,6 @@ from holdfast.errors import BatchFailed, Mistake
 from peers.transferqueue.system import (
     PROTOTYPE,
     QUICK,
-    NonTensorStack,
     Place,
     TensorDict,
     flipped,
@@ -139,28 +138,6 @@ def test_what_was_never_put(part: str) -> None:
         client.get_data(meta)
     client.put(rows(1, 2), metadata=meta)
     assert numbers(client.get_data(meta)) == [1, 2]
-
-
-class Unknown:
-    """Something that cannot be carried."""
-
-
-@pytest.mark.parametrize("value", [Unknown(), [Unknown()], torch.float32, print])
-def test_what_cannot_be_carried(place: Place, value: Any) -> None:
-    """An object without an encoding is refused, by key and type, and nothing is published."""
-    part = fresh("objects")
-    stack = NonTensorStack("fine", value)
-    with pytest.raises(
-        Mistake,
-        match=rf"\d+@o .*{type(value if not isinstance(value, list) else value[0]).__name__}",
-    ):
-        tq.kv_batch_put(
-            keys=["a", "b"], partition_id=part, fields=TensorDict({"o": stack}, batch_size=2)
-        )
-    assert place.names() == []
-    with pytest.raises(ValueError, match=r"not ready|not found"):
-        tq.kv_batch_get(keys=["a", "b"], partition_id=part, select_fields="o")
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
 def test_another_dtype(place: Place, part: str) -> None:

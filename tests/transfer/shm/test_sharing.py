@@ -142,11 +142,8 @@ def test_fork(opener: Opener) -> None:
     os.waitpid(pid, 0)
 
 
-def test_names_and_folders(tmp_path: Path) -> None:
-    """Names that could leave the folder are refused; so are folders of others."""
-    for wrong in ("", ".", "..", ".x", "a/b", "a b", "x" * 65, "%2e%2e"):
-        with pytest.raises(Mistake):
-            connect(f"shm://{wrong}")
+def test_folders_of_others_are_refused(tmp_path: Path) -> None:
+    """A link that leaves the folder, and one that others may enter."""
     base = Path(f"/dev/shm/holdfast-{os.geteuid()}")
     base.mkdir(mode=0o700, exist_ok=True)
     name = fresh_name()
