@@ -17,10 +17,8 @@ is there now. Each method has an asynchronous twin with an `a` in front.
 """
 
 import asyncio
-import os
 import random
 import sys
-import threading
 import time
 from collections.abc import (
     AsyncIterator,
@@ -103,10 +101,6 @@ class Store:
     ) -> None:
         self.backend = backend
         self.policy = policy or usual_policy(timeouts)
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_of = 0
-        """The process whose threads they are: a fork leaves them behind."""
-        self._pool_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -116,9 +110,6 @@ class Store:
 
     def close(self) -> None:
         """Let go of connections and maps. What was put stays."""
-        if self._pool is not None and self._pool_of == os.getpid():
-            self._pool.shutdown(wait=True)
-        self._pool = None
         self.backend.close()
 
     def generation(self) -> int:
@@ -374,16 +365,10 @@ class Store:
             return work(parts[0])
         if self.backend.parallel == 1:
             return collect(items, map(work, parts))
-        return collect(items, self._threads().map(work, parts))
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool_of != os.getpid():
-            self._pool, self._pool_lock = None, threading.Lock()
-        with self._pool_lock:
-            if self._pool is None:
-                self._pool_of = os.getpid()
-                self._pool = ThreadPoolExecutor(self.backend.parallel, "holdfast-transfer")
-            return self._pool
+        # Not kept for the next call: a fork would leave the threads behind.
+        threads = min(self.backend.parallel, len(parts))
+        with ThreadPoolExecutor(threads, "holdfast-transfer") as pool:
+            return collect(items, pool.map(work, parts))
 
     async def _amany(
         self,
