@@ -114,7 +114,7 @@ class _Nameless(Putting):
     """Two lives of a producer put their payloads under the same key."""
 
     def _payload(self, seat: Seat, key: str, field: str) -> str:
-        return f"{self._place}/{seat.id.partition('-')[0]}/{key}/{field}"
+        return f"{self._desk.keys.place}/{seat.id.partition('-')[0]}/{key}/{field}"
 
 
 class _NoGeneration(Batch):
@@ -124,7 +124,7 @@ class _NoGeneration(Batch):
         wanted = [
             {name: one.fields[name].key for name in fields or one.fields} for one in self.samples
         ]
-        found = await self._store.aget([key for one in wanted for key in one.values()])
+        found = await self._desk.store.aget([key for one in wanted for key in one.values()])
         return [{name: found[key] for name, key in one.items()} for one in wanted]
 
 
@@ -139,12 +139,12 @@ class _RecordFirst(Putting):
             for key, some in fields.items()
             for name, value in some.items()
         }
-        frames = self._store._frames(values, None)
-        runtime = self._desk.runtime
+        store, runtime = self._desk.store, self._desk.runtime
+        frames = store._frames(values, None)
 
         async def send() -> None:
             await runtime.sleep(0.1)
-            await self._store.aput(values, generation=next(iter(frames.values())).ref.generation)
+            await store.aput(values, generation=next(iter(frames.values())).ref.generation)
 
         runtime.spawn(send(), name="sends later")
         return {

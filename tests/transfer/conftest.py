@@ -7,17 +7,21 @@ takes away what it put. Mooncake's data is held by a process of its own.
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from holdfast import ledger as ledgers
 from holdfast import transfer
 from holdfast.errors import NotFound
+from holdfast.ledger import Ledger
 from holdfast.retry import Policy
 from holdfast.servers import MooncakeHolder, MooncakeServer, RedisServer
 from holdfast.transfer import Store, shm
+from transfer import members
 
 # Read when the library is loaded, by whichever test comes first.
 os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
@@ -124,3 +128,27 @@ def store(request: pytest.FixtureRequest, store_url: str) -> Iterator[Store]:
     with Store(backend, QUICK) as store:
         yield store
         store.delete([found.key for found in store.scan()])
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'ledger.db'}"
+
+
+@pytest.fixture
+def ledger_url() -> str:
+    """The ledger of a queue; where other processes take part, a test has another one."""
+    return f"memory:{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
+    async with ledgers.open(ledger_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def opener(ledger: Ledger, store: Store) -> AsyncIterator[members.Opener]:
+    """Opens one more member of the same queue."""
+    async with members.opening(ledger, store, uuid.uuid4().hex) as opened:
+        yield opened

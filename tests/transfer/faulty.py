@@ -1,25 +1,29 @@
 """A real back end with faults between it and the store: per key, per attempt, counted."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from holdfast.transfer.backend import Backend, Frame, Stat, Stored
+from holdfast.transfer.backend import Backend, Frame
 from holdfast.transfer.frame import Ref
 
-__all__ = ["Fault", "Faulty", "faulty"]
+__all__ = ["Fault", "Faulty"]
 
 Fault = Exception | Callable[[memoryview], memoryview]
 """Instead of an answer; or, of a get, what is done to it."""
 
 
-class Faulty(Backend):
-    """Answers like what it wraps, but for faults. `puts` and `gets` list the faults to come."""
+class Faulty:
+    """Is like the back end that it wraps, but for faults. `puts` and `gets` list those to come."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.puts: dict[str, list[Fault]] = {}
         self.gets: dict[str, list[Fault]] = {}
         self.sent: Counter[tuple[str, str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def put(self, frames: Mapping[str, Frame]) -> Mapping[str, Exception | None]:
         self.sent.update(("put", key) for key in frames)
@@ -42,30 +46,3 @@ class Faulty(Backend):
                 elif not isinstance(found, Exception):
                     answer[key] = fault(found)
         return answer
-
-    def delete(self, wanted: Mapping[str, int | None]) -> Mapping[str, bool | Exception]:
-        return self.inner.delete(wanted)
-
-    def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
-        return self.inner.exists(keys)
-
-    def scan(self, prefix: str) -> Iterator[Stored]:
-        return self.inner.scan(prefix)
-
-    def stat(self) -> Stat:
-        return self.inner.stat()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def faulty(inner: Backend) -> Faulty:
-    """Wrap a back end; its limits stay."""
-
-    class Same(Faulty):
-        most_keys = type(inner).most_keys
-        most_bytes = type(inner).most_bytes
-        parallel = type(inner).parallel
-        gives_memory = type(inner).gives_memory
-
-    return Same(inner)

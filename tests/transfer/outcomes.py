@@ -15,8 +15,7 @@ from holdfast.errors import BatchFailed, Corrupt, Unavailable
 from holdfast.retry import Policy
 from holdfast.transfer import Ref, Store, status
 
-__all__ = ["PATIENT", "fails", "lying_values", "never_mixed", "only_right_values", "together"]
-
+ONCE = Policy(attempts=1, deadline_s=10.0)
 PATIENT = Policy(attempts=12, base_s=0.001, factor=1.5, max_s=0.02, deadline_s=60.0)
 """For a line that lies all the time."""
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,11 +41,10 @@ def test_a_store_is_shown(shm_url: str) -> None:
     assert "no store is called 'ftp'" in run("transfer", "stat", "ftp://x", code=2)
 
 
-def test_a_queue_is_shown(shm_url: str, tmp_path: Path) -> None:
-    ledger = f"sqlite:///{tmp_path / 'run.db'}"
-    with open_queue(
-        shm_url, ledger, "rollouts", {"train": ["x", "r"], "log": []}, member="me"
-    ) as queue:
+def test_a_queue_is_shown(shm_url: str, sqlite_url: str) -> None:
+    """Its tasks, what waits, what is claimed by whom; what is not there, by its exit code."""
+    ledger, tasks = sqlite_url, {"train": ["x", "r"], "log": []}
+    with open_queue(shm_url, ledger, "rollouts", tasks, member="me") as queue:
         queue.put([Item(f"s{at}", {"x": at}, version=at) for at in range(5)])
         queue.put_fields({"s1": {"r": 1.0}})
         queue.claim("log", 2).acknowledge()

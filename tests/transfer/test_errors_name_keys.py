@@ -15,12 +15,11 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.retry import Policy
 from holdfast.servers import RedisServer
 from holdfast.transfer import Store
-from transfer.faulty import Fault, faulty
+from transfer.faulty import Faulty
+from transfer.outcomes import ONCE
 
-ONCE = Policy(attempts=1, deadline_s=10.0)
 KEYS = ["user/key-1", "user/key-2"]
 
 
@@ -74,20 +73,13 @@ def test_what_is_missing_replaced_or_deleted(store: Store) -> None:
 )
 def test_what_a_back_end_says_of_a_whole_call(store: Store, fault: HoldfastError) -> None:
     """One error for many keys becomes one of each key; retries do not lose the name."""
-    wrapped = faulty(store.backend)
-    broken = Store(wrapped, ONCE)
-    faults: dict[str, list[Fault]] = {key: [fault] for key in KEYS}
-    wrapped.puts = dict(faults)
+    wrapped = Faulty(store.backend)
+    broken = Store(wrapped, ONCE)  # type: ignore[arg-type]
+    wrapped.puts = {key: [fault] for key in KEYS}
     failed(broken, type(fault), "put")
     store.put(dict.fromkeys(KEYS, b"1"))
     wrapped.gets = {key: [fault] for key in KEYS}
     failed(broken, type(fault), "get")
-
-
-async def test_the_asynchronous_twins(store: Store) -> None:
-    with pytest.raises(BatchFailed) as caught:
-        await store.aget(KEYS)
-    check(caught.value.failures, NotFound)
 
 
 def test_shared_memory_that_is_full(shm_url: str) -> None:

@@ -33,10 +33,8 @@ from holdfast.retry import Policy
 from holdfast.servers import MooncakeHolder, MooncakeServer
 from holdfast.transfer import Store
 from transfer.conftest import QUICK
-from transfer.outcomes import PATIENT, fails, lying_values, only_right_values
+from transfer.outcomes import ONCE, PATIENT, fails, lying_values, only_right_values
 from transfer.samples import SAMPLES, same
-
-ONCE = Policy(attempts=1, deadline_s=10.0)
 
 
 @pytest.fixture
@@ -174,15 +172,6 @@ def test_a_dead_master_is_unavailable(own: tuple[MooncakeServer, MooncakeHolder]
                 call()
         with pytest.raises(Unavailable):
             store.stat()
-
-
-@pytest.mark.parametrize(
-    "rest",
-    ["", "?metadata=", "x?metadata=http://x", "?metadata=http://x&segment=5X", "?nonsense=1"],
-)
-def test_mistakes_in_urls(rest: str) -> None:
-    with pytest.raises(Mistake):
-        transfer.connect(f"mooncake://127.0.0.1:1{rest}")
 
 
 def test_connecting_to_nobody_fails_soon() -> None:

@@ -4,39 +4,27 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast import ledger as ledgers
 from holdfast import transfer
 from holdfast.errors import Fenced, Mistake, NoRoom, NotFound, TimedOut
 from holdfast.ledger import Ledger
 from holdfast.transfer import Store
-from holdfast.transfer.queue import Batch, Item, Queue, balanced, weighted, whole_groups
+from holdfast.transfer.queue import Item, Queue, balanced, weighted, whole_groups
+from transfer.members import Opener, end_of, items
 
 TASKS = {"train": ["x"], "log": []}
 
-Opener = Callable[..., Awaitable[Queue]]
-
 
 @pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=pytest.mark.etcd)])
-def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def ledger_url(request: pytest.FixtureRequest) -> str:
     if request.param == "memory":
         return f"memory:{uuid.uuid4().hex}"
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'ledger.db'}"
-    url: str = request.getfixturevalue("etcd_url")
+    url: str = request.getfixturevalue(f"{request.param}_url")
     return url
-
-
-@pytest.fixture
-async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
-    async with ledgers.open(ledger_url) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -45,38 +33,14 @@ def store() -> Store:
 
 
 @pytest.fixture
-async def open_queue(ledger: Ledger, store: Store) -> AsyncIterator[Opener]:
-    """Opens one more member of the same queue."""
-    name = uuid.uuid4().hex
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def opened(tasks: Any = TASKS, **how: Any) -> Queue:
-            how = {"lease_s": 2.0, **how}
-            return await stack.enter_async_context(Queue(store, ledger, name, tasks, **how))
-
-        yield opened
-
-
-@pytest.fixture
-async def queue(open_queue: Opener) -> Queue:
-    return await open_queue()
-
-
-def items(count: int, *, first: int = 0, **how: Any) -> list[Item]:
-    return [
-        Item(f"s{at}", {"x": torch.full((3,), at)}, **how) for at in range(first, first + count)
-    ]
-
-
-async def end_of(ledger: Ledger, batch: Batch) -> None:
-    """End a member's lease behind its back, as if it had slept for too long."""
-    await ledger.revoke(int(batch.owner.rpartition("-")[2]))
+async def queue(opener: Opener) -> Queue:
+    return await opener(TASKS)
 
 
 async def test_each_task_gets_every_sample_once_and_payloads_go_with_the_last(
-    queue: Queue, open_queue: Opener, store: Store
+    queue: Queue, opener: Opener, store: Store
 ) -> None:
-    other = await open_queue()
+    other = await opener(TASKS)
     assert set((await queue.put(items(10))).values()) == {True}
     assert store.stat().keys == 10
     for task, members in (("train", (queue, other)), ("log", (other, queue))):
@@ -84,7 +48,7 @@ async def test_each_task_gets_every_sample_once_and_payloads_go_with_the_last(
         for member, n in zip(members, (6, 4), strict=True):
             batch = await member.claim(task, n)
             values = await batch.fetch()
-            assert [int(one["x"][0]) for one in values] == [int(key[1:]) for key in batch.keys]
+            assert [one["x"] for one in values] == [int(key[1:]) for key in batch.keys]
             await batch.acknowledge()
             seen += batch.keys
         assert seen == [f"s{at}" for at in range(10)]
@@ -93,8 +57,8 @@ async def test_each_task_gets_every_sample_once_and_payloads_go_with_the_last(
         await queue.claim("train", 1, timeout_s=0.1)
 
 
-async def test_a_sample_waits_for_the_fields_that_its_task_needs(open_queue: Opener) -> None:
-    queue = await open_queue({"train": ["x", "reward"], "log": ["x"]})
+async def test_a_sample_waits_for_the_fields_that_its_task_needs(opener: Opener) -> None:
+    queue = await opener({"train": ["x", "reward"], "log": ["x"]})
     await queue.put(items(3))
     assert len(await queue.claim("log", 3)) == 3
     with pytest.raises(TimedOut):
@@ -109,9 +73,9 @@ async def test_a_sample_waits_for_the_fields_that_its_task_needs(open_queue: Ope
 
 
 async def test_putting_a_sample_again_does_nothing_even_after_it_was_consumed(
-    open_queue: Opener, store: Store
+    opener: Opener, store: Store
 ) -> None:
-    queue = await open_queue(["train"])
+    queue = await opener(["train"])
     queue._desk.block_samples = 2
     await queue.put(items(2))
     assert await queue.put(items(3)) == {"s0": False, "s1": False, "s2": True}
@@ -119,7 +83,7 @@ async def test_putting_a_sample_again_does_nothing_even_after_it_was_consumed(
         await batch.acknowledge()
     await queue.put(items(1, first=3))
     assert await queue.put(items(3)) == dict.fromkeys(("s0", "s1", "s2"), False)
-    later = await open_queue(["train"])
+    later = await opener(["train"])
     assert (await later.put(items(3)))["s0"] is False
     await later.put_fields({"s0": {"late": 1}})
     assert store.stat().keys == 1, "a field for what is finished is not stored"
@@ -137,13 +101,13 @@ async def test_what_is_released_or_left_unacknowledged_is_given_again(queue: Que
 
 
 async def test_a_member_that_lost_its_lease_cannot_acknowledge(
-    queue: Queue, open_queue: Opener, ledger: Ledger, store: Store
+    queue: Queue, opener: Opener, ledger: Ledger, store: Store
 ) -> None:
     """Neither before its samples went to another, nor after; the other one can."""
-    other = await open_queue()
+    other = await opener(TASKS)
     await queue.put(items(4))
     early, late = await queue.claim("train", 2), await queue.claim("train", 2)
-    await end_of(ledger, early)
+    await end_of(ledger, queue, seen=False)
     with pytest.raises(Fenced, match="lease"):
         await early.acknowledge()
     again = await other.claim("train", 4)
@@ -158,19 +122,19 @@ async def test_a_member_that_lost_its_lease_cannot_acknowledge(
 
 
 async def test_a_dead_members_samples_go_to_another(
-    queue: Queue, open_queue: Opener, ledger: Ledger
+    queue: Queue, opener: Opener, ledger: Ledger
 ) -> None:
     await queue.put(items(2))
-    held = await queue.claim("train", 2)
-    other = await open_queue()
+    await queue.claim("train", 2)
+    other = await opener(TASKS)
     waiting = asyncio.ensure_future(other.claim("train", keys=["s1", "s0"], timeout_s=20))
     with pytest.raises(TimedOut, match="somebody else's"):
         await other.claim("train", keys=["s1"], timeout_s=0.1)
-    await end_of(ledger, held)
+    await end_of(ledger, queue, seen=False)
     batch = await waiting
     assert batch.keys == ["s1", "s0"]
     await batch.acknowledge(["s1"])
-    successor = await open_queue()
+    successor = await opener(TASKS)
     async with batch:
         pass
     back = await successor.claim("train", keys=["s0", "s1"])
@@ -180,9 +144,9 @@ async def test_a_dead_members_samples_go_to_another(
 
 
 async def test_a_full_queue_holds_producers_and_says_which_task_is_behind(
-    open_queue: Opener,
+    opener: Opener,
 ) -> None:
-    queue = await open_queue(max_samples=4)
+    queue = await opener(TASKS, max_samples=4)
     await queue.put(items(3))
     with pytest.raises(NoRoom, match=r"train: 3, log: 3"):
         await queue.put(items(2, first=3), timeout_s=0.3)
@@ -196,19 +160,21 @@ async def test_a_full_queue_holds_producers_and_says_which_task_is_behind(
         await queue.put(items(5, first=9))
 
 
-async def test_bytes_are_a_limit_too(open_queue: Opener) -> None:
-    queue = await open_queue(["train"], max_bytes=3000)
+async def test_bytes_are_a_limit_too(opener: Opener, store: Store) -> None:
+    """And a put that finds no room leaves nothing in the store."""
+    queue = await opener(["train"], max_bytes=3000)
     big = [Item(f"b{at}", {"x": bytes(1000)}) for at in range(3)]
     await queue.put(big[:2])
     with pytest.raises(NoRoom, match="bytes"):
         await queue.put(big[2:], timeout_s=0.3)
+    assert store.stat().keys == 2
     async with await queue.claim("train", 1) as batch:
         await batch.acknowledge()
     assert await queue.put(big[2:]) == {"b2": True}
 
 
 async def test_samples_that_are_too_old_are_dropped_once_and_count_as_done(
-    queue: Queue, open_queue: Opener, store: Store
+    queue: Queue, opener: Opener, store: Store
 ) -> None:
     for version in range(4):
         await queue.put(items(2, first=2 * version, version=version))
@@ -216,7 +182,7 @@ async def test_samples_that_are_too_old_are_dropped_once_and_count_as_done(
     assert batch.keys == ["s4", "s5", "s6", "s7"]
     assert batch.dropped == ["s0", "s1", "s2", "s3"]
     await batch.acknowledge()
-    other = await open_queue()
+    other = await opener(TASKS)
     assert (await other.claim("log", 8, max_lag=1, version=0)).dropped == []
     with pytest.raises(TimedOut):
         await other.claim("train", 1, timeout_s=0.1)
@@ -224,16 +190,16 @@ async def test_samples_that_are_too_old_are_dropped_once_and_count_as_done(
 
 
 async def test_old_samples_in_more_blocks_than_a_transaction_has_room_for(
-    open_queue: Opener,
+    opener: Opener,
 ) -> None:
     """They are dropped first, some at a time; what is claimed then is really claimed."""
-    queue = await open_queue(["t"])
+    queue = await opener(["t"])
     queue._desk.block_samples = 1
     for at in range(60):
         await queue.put([Item(f"s{at}", version=at // 45)])
     batch = await queue.claim("t", 15, max_lag=0)
     assert batch.keys == [f"s{at}" for at in range(45, 60)]
-    other = await open_queue(["t"])
+    other = await opener(["t"])
     assert other.behind() == {"t": 15}
     with pytest.raises(TimedOut):
         await other.claim("t", 1, timeout_s=0.1)
@@ -244,8 +210,8 @@ async def test_old_samples_in_more_blocks_than_a_transaction_has_room_for(
         await queue.claim("t", 41)
 
 
-async def test_samplers(open_queue: Opener) -> None:
-    queue = await open_queue(["a", "b", "c"])
+async def test_samplers(opener: Opener) -> None:
+    queue = await opener(["a", "b", "c"])
     lengths = [5, 1, 4, 2, 9, 3]
     await queue.put(
         [
@@ -281,37 +247,23 @@ async def test_everything_survives_the_end_of_all_members(ledger_url: str, store
 
 
 async def test_payloads_that_a_dead_producer_could_not_record_are_deleted(
-    queue: Queue, open_queue: Opener, store: Store
+    queue: Queue, opener: Opener, store: Store
 ) -> None:
     """And only those: not what is recorded, not what a living producer is at work on."""
     await queue.put(items(2))
-    place = queue._place
+    place = queue.keys.place
     seat = await queue._desk.seat()
     await store.aput({f"{place}/{seat.id}/mine/x": b"at work", f"{place}/gone-1/s/x": b"lost"})
-    await (await open_queue()).tidy()
+    await (await opener(TASKS)).tidy()
     left = {one.key for one in store.scan()}
     assert f"{place}/{seat.id}/mine/x" in left
     assert f"{place}/gone-1/s/x" not in left
     assert len(left) == 3
 
 
-async def test_a_claim_that_nobody_has_is_released_when_the_queue_tidies(queue: Queue) -> None:
-    await queue.put(items(2))
-    batch = await queue.claim("train", 2)
-    await queue.tidy()
-    assert queue.behind()["train"] == 2
-    with pytest.raises(TimedOut):
-        await queue.claim("train", 1, timeout_s=0.1)
-    queue._desk.held.clear()
-    await queue.tidy()
-    assert (await queue.claim("train", 2)).keys == batch.keys
-    with pytest.raises(Fenced):
-        await batch.acknowledge()
-
-
-async def test_many_members_share_the_work_without_a_gap(open_queue: Opener) -> None:
+async def test_many_members_share_the_work_without_a_gap(opener: Opener) -> None:
     """Four producers and four consumers at once: everything exactly once."""
-    members = [await open_queue(["t"]) for _ in range(4)]
+    members = [await opener(["t"]) for _ in range(4)]
     seen: list[str] = []
 
     async def produce(at: int) -> None:
@@ -330,9 +282,9 @@ async def test_many_members_share_the_work_without_a_gap(open_queue: Opener) -> 
     assert len(set(seen)) == 400
 
 
-async def test_large_puts_and_claims_stay_within_the_ledgers_limits(open_queue: Opener) -> None:
+async def test_large_puts_and_claims_stay_within_the_ledgers_limits(opener: Opener) -> None:
     """2,500 samples with long keys and tags: several blocks, one claim over all of them."""
-    queue = await open_queue(["t"])
+    queue = await opener(["t"])
     many = [Item(f"{'k' * 80}-{at}", tags={"prompt": "p" * 100, "n": at}) for at in range(2500)]
     assert sum((await queue.put(many)).values()) == 2500
     batch = await queue.claim("t", 2500)
@@ -368,9 +320,9 @@ def test_mistakes_are_told(store: Store, how: dict[str, Any], match: str) -> Non
         Queue(store, ledgers.open("memory:"), "q", **how)
 
 
-async def test_more_mistakes_are_told(queue: Queue, open_queue: Opener) -> None:
+async def test_more_mistakes_are_told(queue: Queue, opener: Opener) -> None:
     with pytest.raises(Mistake, match="has the tasks"):
-        await open_queue(["other"])
+        await opener(["other"])
     with pytest.raises(Mistake, match="no task 'nothing'"):
         await queue.claim("nothing", 1)
     with pytest.raises(Mistake, match="either"):
@@ -379,11 +331,4 @@ async def test_more_mistakes_are_told(queue: Queue, open_queue: Opener) -> None:
         await queue.put([Item("a"), Item("a")])
     with pytest.raises(Mistake, match="cannot be carried"):
         await queue.put([Item("a", {"x": object()})])
-    assert (await open_queue(None)).config.tasks == {"train": ("x",), "log": ()}
-
-
-async def test_a_queue_that_is_not_there_is_not_made(store: Store) -> None:
-    async with ledgers.open("memory:") as ledger:
-        with pytest.raises(NotFound, match="open it with its tasks"):
-            async with Queue(store, ledger, "nothing"):
-                pass
+    assert (await opener(None)).config.tasks == {"train": ("x",), "log": ()}

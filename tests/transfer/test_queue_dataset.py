@@ -5,7 +5,9 @@ import contextlib
 import json
 import random
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,12 @@ from holdfast.transfer.queue import Item, open_queue
 from holdfast.transfer.queue.dataset import QueueDataset
 
 CHILD = Path(__file__).with_name("rank_child.py")
+Opener = Callable[..., QueueDataset]
 
 
 @pytest.fixture
-def ledger_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'ledger.db'}"
+def ledger_url(sqlite_url: str) -> str:
+    return sqlite_url
 
 
 def fill(store: Store | str, ledger_url: str, count: int) -> None:
@@ -38,72 +41,78 @@ def keys(step: int, batch: int, rank: int, world: int) -> list[str]:
     return [f"s{at:03d}" for at in range(first, first + size)]
 
 
-def test_each_rank_gets_its_part_of_the_same_steps(ledger_url: str) -> None:
-    store = transfer.connect("memory:")
+@pytest.fixture
+def store() -> Store:
+    return transfer.connect("memory:")
+
+
+@pytest.fixture
+def dataset(store: Store, ledger_url: str) -> Iterator[Opener]:
+    """Opens one more dataset of the same queue; all are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(**how: Any) -> QueueDataset:
+            one = QueueDataset(store, ledger_url, "q", "train", **{"batch_size": 2, **how})
+            return stack.enter_context(contextlib.closing(one))
+
+        yield opened
+
+
+def test_each_rank_gets_its_part_of_the_same_steps(
+    dataset: Opener, store: Store, ledger_url: str
+) -> None:
+    """And nothing is acknowledged before it is saved."""
     fill(store, ledger_url, 12)
-    ranks = [
-        QueueDataset(store, ledger_url, "q", "train", batch_size=4, rank=rank, world_size=2)
-        for rank in range(2)
-    ]
+    ranks = [dataset(batch_size=4, rank=rank, world_size=2) for rank in range(2)]
     loaders = [iter(DataLoader(one, batch_size=None)) for one in ranks]
     for step in (1, 2, 3):
         for rank, loader in enumerate(loaders):
-            shard = next(loader)
-            assert shard.step == step
-            assert [one.key for one in shard.samples] == keys(step, 4, rank, 2)
-            assert [int(one["x"][0]) for one in shard.values] == [
-                int(key[1:]) for key in keys(step, 4, rank, 2)
-            ]
+            shard, wanted = next(loader), keys(step, 4, rank, 2)
+            assert (shard.step, [one.key for one in shard.samples]) == (step, wanted)
+            assert [int(one["x"][0]) for one in shard.values] == [int(key[1:]) for key in wanted]
         if step == 2:
             assert store.stat().keys == 12, "nothing is acknowledged before it is saved"
             for one in ranks:
                 one.saved(2)
             assert store.stat().keys == 4
     assert ranks[1].state_dict() == {"step": 3}
-    for one in ranks:
-        one.close()
 
 
-def test_a_step_that_was_begun_and_not_saved_comes_again_as_it_was(ledger_url: str) -> None:
+def test_a_step_that_was_begun_and_not_saved_comes_again_as_it_was(
+    dataset: Opener, store: Store, ledger_url: str
+) -> None:
     """Also when more samples came meanwhile; and a step that was saved is acknowledged then."""
-    store = transfer.connect("memory:")
     fill(store, ledger_url, 4)
-    first = QueueDataset(store, ledger_url, "q", "train", batch_size=2)
+    first = dataset()
     steps = iter(first)
     given = [[one.key for one in next(steps).samples] for _ in range(2)]
     first.close()
-    second = QueueDataset(store, ledger_url, "q", "train", batch_size=2, start=1)
+    second = dataset(start=1)
     assert [one.key for one in next(iter(second)).samples] == given[1]
     assert store.stat().keys == 2, "step 1 is in the checkpoint and is acknowledged now"
     second.close()
     with pytest.raises(Gone, match="step 1 of 'train' is finished"):
-        next(
-            iter(QueueDataset(store, ledger_url, "q", "train", batch_size=2, rank=1, world_size=2))
-        )
-    old = QueueDataset(store, ledger_url, "q", "train", batch_size=2)
+        next(iter(dataset(rank=1, world_size=2)))
     with pytest.raises(Mistake, match="step 1 of 'train' cannot be begun: step 2 was"):
-        next(iter(old))
-    old.close()
-    third = QueueDataset(store, ledger_url, "q", "train", batch_size=2, start=2, timeout_s=0.2)
+        next(iter(dataset()))
     with pytest.raises(TimedOut, match="no 2 samples"):
-        next(iter(third))
-    third.close()
+        next(iter(dataset(start=2, timeout_s=0.2)))
 
 
-def test_mistakes_are_told(ledger_url: str) -> None:
-    store = transfer.connect("memory:")
+def test_mistakes_are_told(dataset: Opener, store: Store, ledger_url: str) -> None:
+    """Before anything is claimed."""
     with pytest.raises(Mistake, match="cannot be divided"):
-        QueueDataset(store, ledger_url, "q", "train", batch_size=3, world_size=2)
+        dataset(batch_size=3, world_size=2)
     with pytest.raises(Mistake, match="not below"):
-        QueueDataset(store, ledger_url, "q", "train", batch_size=4, rank=2, world_size=2)
+        dataset(batch_size=4, rank=2, world_size=2)
     with pytest.raises(NotFound, match="open it with its tasks"):
-        next(iter(QueueDataset(store, ledger_url, "q", "train", batch_size=2)))
+        next(iter(dataset()))
     fill(store, ledger_url, 2)
-    dataset = QueueDataset(store, ledger_url, "q", "train", batch_size=2)
+    one = dataset()
     with pytest.raises(Mistake, match="not given yet"):
-        dataset.saved(1)
+        one.saved(1)
     with pytest.raises(Mistake, match="num_workers=0"):
-        next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+        next(iter(DataLoader(one, batch_size=None, num_workers=1)))
 
 
 @pytest.mark.long

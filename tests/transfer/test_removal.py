@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from holdfast import transfer
-from holdfast.errors import Conflict, Mistake, NotFound
+from holdfast.errors import Conflict, Gone, Mistake, NotFound
+from holdfast.transfer import shm
 from holdfast.transfer.commands import transfer as command
 from holdfast.transfer.queue import Item, open_queue
 from holdfast.transfer.queue.overview import names
@@ -25,10 +25,14 @@ def say(*args: str) -> str:
 def test_a_store_in_shared_memory_is_removed_when_nobody_uses_it(shm_url: str) -> None:
     """In use it is refused, with the process that uses it; otherwise its memory is free."""
     with transfer.connect(f"{shm_url}?budget=64M&segment=4M") as store:
-        store.put({"a": bytes(5 << 20), "b": b""})
+        with transfer.connect(shm_url) as other:
+            other.put({"a": bytes(5 << 20), "b": b""})
         with pytest.raises(Conflict, match=rf"is in use by process {os.getpid()}\. .*--force"):
             say("rm", shm_url)
         assert store.get(["b"]) == {"b": b""}
+        (listed,) = (one for one in shm.stores() if one.name == shm.store_name(shm_url))
+        assert (listed.used, listed.pids, listed.budget) == (True, (os.getpid(),), 64 << 20)
+        assert store.stat().taken <= listed.taken <= listed.budget
         line = next(line for line in say("stores").splitlines() if shm_url in line)
         assert str(os.getpid()) in line
     assert say("rm", shm_url).startswith(f"removed {shm_url}: 2 values, ")
@@ -38,17 +42,21 @@ def test_a_store_in_shared_memory_is_removed_when_nobody_uses_it(shm_url: str) -
 
 
 def test_force_removes_a_store_in_use(shm_url: str) -> None:
-    """Its users hear that it was removed; a new store of that name is empty."""
+    """Its users hear of it on every call, and may close it; a new store of that name is empty."""
     with transfer.connect(shm_url) as store:
         store.put({"a": b"1"})
         assert "removed" in say("rm", shm_url, "--force")
+        with pytest.raises(Gone, match="was removed while this process had it open"):
+            store.get(["a"])
+        with pytest.raises(Gone, match="connect again"):
+            store.put({"b": b""})
         with transfer.connect(shm_url) as other:
             assert other.stat().keys == 0
 
 
-def test_a_queue_is_removed_with_its_records(shm_url: str, tmp_path: Path) -> None:
+def test_a_queue_is_removed_with_its_records(shm_url: str, sqlite_url: str) -> None:
     """Only that queue: another one in the same store and ledger stays as it is."""
-    ledger = f"sqlite:///{tmp_path / 'run.db'}"
+    ledger = sqlite_url
     which = ("rm", shm_url, "--queue", "rollouts", "--ledger", ledger)
     with open_queue(shm_url, ledger, "other", ["train"]) as other:
         other.put([Item("s", {"x": 1})])

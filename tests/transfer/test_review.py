@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from click.testing import CliRunner
 
 from holdfast import ledger as ledgers
 from holdfast import transfer
-from holdfast.errors import Fenced, Gone, Mistake, NoRoom, TimedOut, UnknownOutcome
-from holdfast.ledger import Ledger, LiveRuntime, unchanged
+from holdfast.errors import Fenced, Gone, Mistake, TimedOut, UnknownOutcome
+from holdfast.ledger import Ledger, unchanged
 from holdfast.ledger.records import put as write
 from holdfast.timeouts import Timeouts
 from holdfast.transfer import Store
@@ -26,106 +24,12 @@ from holdfast.transfer.queue.desk import Change
 from holdfast.transfer.queue.records import Config, Keys, Member, State
 from holdfast.transfer.queue.steps import Steps
 from patience import HANG_S
-
-LIMIT_S = HANG_S
-
-Opener = Callable[..., Awaitable[Queue]]
-Hook = Callable[[Any], Awaitable[Any]]
-
-
-async def hang(_: Any) -> None:
-    """Wait for ever."""
-    await asyncio.Event().wait()
-
-
-async def lost(_: Any) -> None:
-    """Lose the answer."""
-    raise UnknownOutcome("the answer was lost")
-
-
-async def cut_off(work: Awaitable[object]) -> None:
-    """Make a call that hangs, and give up on it."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await work
-
-
-class Gate:
-    """A ledger whose next transactions can be held, lost or followed by something else."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.after: list[Callable[[Any], Awaitable[None]]] = []
-        """Run one by one, each behind a transaction that is done and not answered yet."""
-        self.before_txn: list[Callable[[], Awaitable[None]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ledger, name)
-
-    async def txn(self, *args: Any) -> Any:
-        if self.before_txn:
-            await self.before_txn.pop(0)()
-        answer = await self._ledger.txn(*args)
-        if self.after:
-            await self.after.pop(0)(answer)
-        return answer
-
-
-class Runtime(LiveRuntime):
-    """A runtime whose clock can be put forward: what is bounded ends at once."""
-
-    ahead_s = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.ahead_s
-
-
-async def until(what: Callable[[], bool]) -> None:
-    """Wait for something that comes by itself."""
-    async with asyncio.timeout(LIMIT_S):
-        while not what():
-            await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-async def ledger() -> AsyncIterator[Ledger]:
-    async with ledgers.open(f"memory:{uuid.uuid4().hex}") as opened:
-        yield opened
+from transfer.members import Opener, Runtime, cut_off, end_of, gate, hang, items, lost, until
 
 
 @pytest.fixture
 def store() -> Store:
     return transfer.connect("memory:")
-
-
-@pytest.fixture
-async def opener(ledger: Ledger, store: Store) -> AsyncIterator[Opener]:
-    """Opens one more member of the same queue, each with a gate of its own."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def opened(tasks: Any = ("train",), **how: Any) -> Queue:
-            runtime = Runtime(Gate(ledger))  # type: ignore[arg-type]
-            how = {"lease_s": 5.0, "runtime": runtime, **how}
-            return await stack.enter_async_context(Queue(store, ledger, "q", tasks, **how))
-
-        yield opened
-
-
-def gate(queue: Queue) -> Gate:
-    found = queue.runtime.ledger
-    assert isinstance(found, Gate)
-    return found
-
-
-def items(count: int, *, first: int = 0, **how: Any) -> list[Item]:
-    return [Item(f"s{at}", {"x": at}, **how) for at in range(first, first + count)]
-
-
-async def end_of(ledger: Ledger, queue: Queue) -> None:
-    """End a member's lease behind its back, and wait until it sees that."""
-    member = queue._desk.member
-    await ledger.revoke(int(member.rpartition("-")[2]))
-    await until(lambda: member not in queue._desk.view.members)
 
 
 # ---- what is put -----------------------------------------------------------------
@@ -199,17 +103,6 @@ async def test_a_put_that_was_cancelled_and_is_repeated_keeps_its_payload(
     await queue.put([Item("s", {"x": 1})])
     batch = await queue.claim("train", 1)
     assert await batch.fetch() == [{"x": 1}]
-
-
-async def test_a_put_that_finds_no_room_leaves_nothing_in_the_store(
-    opener: Opener, store: Store
-) -> None:
-    queue = await opener(max_bytes=2000)
-    await queue.put([Item("a", {"x": bytes(1500)})])
-    for _ in range(3):
-        with pytest.raises(NoRoom):
-            await queue.put([Item("b", {"x": bytes(1500)})], timeout_s=0.05)
-    assert store.stat().keys == 1
 
 
 # ---- acknowledging ---------------------------------------------------------------
@@ -370,7 +263,7 @@ async def test_a_view_that_is_ahead_of_an_answer_does_not_wait_for_it(
     await desk.seat()
     gate(queue).before_txn.append(meddle)
     gate(queue).after.append(overtake)
-    async with asyncio.timeout(LIMIT_S / 2):
+    async with asyncio.timeout(HANG_S / 2):
         if gone:
 
             def decide() -> Any:
@@ -473,7 +366,7 @@ def test_a_store_works_in_a_forked_child(tmp_path: Path) -> None:
             target=lambda: (tmp_path / "got").write_text(str(store.get(["k0", "k1", "k2"])))
         )
         child.start()
-        child.join(LIMIT_S)
+        child.join(HANG_S)
         ended = not child.is_alive()
         child.kill()
         child.join()
@@ -481,18 +374,17 @@ def test_a_store_works_in_a_forked_child(tmp_path: Path) -> None:
         assert (tmp_path / "got").read_text() == str({"k0": 0, "k1": 1, "k2": 2})
 
 
-async def test_what_is_shown_of_a_queue_cannot_move_the_cursor(tmp_path: Path) -> None:
+async def test_what_is_shown_of_a_queue_cannot_move_the_cursor(sqlite_url: str) -> None:
     """Names of hosts and of fields were written by others."""
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
     evil = "x\x1b[2Jy"
-    async with ledgers.open(url) as ledger:
+    async with ledgers.open(sqlite_url) as ledger:
         config = Config(tasks={"train": (evil,)}, max_samples=1, max_bytes=1)
         keys = Keys("default", "q")
         await ledger.txn([], [write(keys.config, config)], [])
         await ledger.txn([], [write(keys.member("m", 1), Member(host=evil))], [])
         with pytest.raises(Mistake, match="field"):
             Queue(transfer.connect("memory:"), ledger, "q2", {"train": [evil]})
-    shown = await asyncio.to_thread(CliRunner().invoke, queue_command, ["show", url, "q"])
+    shown = await asyncio.to_thread(CliRunner().invoke, queue_command, ["show", sqlite_url, "q"])
     assert shown.exit_code == 0
     assert "x [2Jy" in shown.output
     assert "\x1b" not in shown.output

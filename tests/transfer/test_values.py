@@ -15,28 +15,13 @@ import torch
 from holdfast import transfer
 from holdfast.errors import Corrupt, Mistake
 from holdfast.transfer.frame import make_head, open_head
-from holdfast.transfer.values import fits, pack, room, unpack
-from transfer.samples import SAMPLES, same
+from holdfast.transfer.values import pack, unpack
+from transfer.samples import same
 
 
 def there_and_back(value: object) -> Any:
-    packed = pack("k", value)
-    payload = bytearray(b"".join(packed.parts))
-    head, _ = make_head(
-        packed.kind,
-        "k",
-        1,
-        packed.parts,
-        dtype=packed.dtype,
-        shape=packed.shape,
-        split=packed.split,
-    )
-    return unpack(open_head(head, "k", len(head) + len(payload)), memoryview(payload))
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_there_and_back(name: str) -> None:
-    assert same(there_and_back(SAMPLES[name]), SAMPLES[name])
+    store = transfer.connect("memory:")
+    return store.get(store.put({"k": value}).values())["k"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +49,14 @@ class Odd:
     pass
 
 
+class Text(str):
+    __slots__ = ()
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -77,11 +70,13 @@ class Odd:
         np.array([(1, "x")], [("a", "i4"), ("b", "O")]),
         torch.empty(3, device="meta"),
         "\ud800",
+        [Text("x")],
+        nested(200),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_carried_is_refused(value: object) -> None:
-    """With the key in the message, and before anything is sent."""
+    """With the key in the message, and before anything is sent; also a subclass, for its base."""
     with pytest.raises(Mistake, match="some key"):
         pack("some key", value)
 
@@ -133,54 +128,7 @@ def test_arrays_of_objects_are_not_pickled() -> None:
             unpack(open_head(head + payload, "k"), memoryview(payload))
 
 
-def test_nesting_has_a_limit() -> None:
-    value: list[Any] = []
-    for _ in range(200):
-        value = [value]
-    with pytest.raises(Mistake, match="deeper"):
-        pack("k", value)
-
-
-def test_a_subclass_is_not_taken_for_its_base() -> None:
-    """An enumeration or a named tuple would come back as something else."""
-
-    class Text(str):
-        __slots__ = ()
-
-    with pytest.raises(Mistake):
-        pack("k", [Text("x")])
-
-
 def test_an_object_that_is_none_is_damage() -> None:
     head, _ = make_head("object", "k", 1, (b"\xc1",))
     with pytest.raises(Corrupt):
         unpack(open_head(head, "k", len(head) + 1), memoryview(b"\xc1"))
-
-
-def test_a_destination_must_fit() -> None:
-    packed = pack("k", np.zeros((2, 3), np.float32))
-    raw, ref = make_head("array", "k", 1, packed.parts, dtype=packed.dtype, shape=packed.shape)
-    head = open_head(raw, "k", ref.nbytes)
-    good = np.zeros((2, 3), np.float32)
-    fits(head, good)
-    fits(head, torch.zeros(2, 3))
-    fits(head, bytearray(24))
-    assert len(room("k", good)) == 24
-    for bad in (np.zeros((3, 2), np.float32), np.zeros((2, 3), np.int32), bytearray(23)):
-        with pytest.raises(Mistake):
-            fits(head, bad)
-    frozen = np.zeros(3)
-    frozen.flags.writeable = False
-    for bad_room in (frozen, np.zeros((4, 4))[:, 1], memoryview(b"abc"), [1], b"abc"):
-        with pytest.raises(Mistake):
-            room("k", bad_room)
-
-
-@pytest.mark.parametrize("number", [np.float32(1.5), np.int64(-3), np.bool_(True)])
-def test_numbers_of_numpy_come_back_as_they_were(number: Any) -> None:
-    """By themselves and inside of objects, with their dtype."""
-    store = transfer.connect("memory:")
-    found = store.get(store.put({"a": number, "b": {"reward": number}}).values())
-    for one in (found["a"], found["b"]["reward"]):
-        assert type(one) is type(number)
-        assert one == number

@@ -10,6 +10,8 @@ that befell it. The errors mean
     Corrupt         what is there is damaged                     ("corrupt")
     Gone            something else is there than what was meant  ("stale")
 
+and need not name the key: the store does that (`batches.named`).
+
 A back end keeps these promises:
 
 - A put that answers None for a key can be got by every process from then on.

@@ -35,6 +35,7 @@ __all__ = [
     "Head",
     "Kind",
     "Ref",
+    "aligned",
     "check_key",
     "checksum",
     "make_head",
@@ -101,6 +102,11 @@ class Head(msgspec.Struct, frozen=True):
     """What the checksum of the payload begins with: the checksum of the head."""
 
 
+def aligned(size: int) -> int:
+    """The next multiple of 64."""
+    return (size + ALIGN - 1) // ALIGN * ALIGN
+
+
 def check_key(key: object) -> str:
     """Refuse what is not a key."""
     if type(key) is not str or not key:
@@ -143,7 +149,7 @@ def make_head(
     ndim = len(shape)
     size = sum(map(len, parts))
     length = _FIXED.size + 8 * ndim + len(name)
-    nbytes = (length + ALIGN - 1) // ALIGN * ALIGN
+    nbytes = aligned(length)
     front = _BEFORE_SUM.pack(
         _MAGIC,
         _NUMBERS[kind],

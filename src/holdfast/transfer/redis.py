@@ -190,8 +190,6 @@ class RedisBackend(Backend):
                 if refused is not None:
                     wire.ask([command("UNLINK", name)])
                     return {key: _error(refused, key)}
-        except Lost as error:
-            return {key: Unavailable(f"{key}: not put: {error}", key=key)}
         except HoldfastError as error:
             return {key: error}
 
@@ -229,25 +227,19 @@ class RedisBackend(Backend):
     def get(self, wanted: Mapping[str, Ref | str]) -> Mapping[str, memoryview | Exception]:
         """The frames of these keys."""
         answer: dict[str, memoryview | Exception] = {}
-        small = [key for key, one in wanted.items() if not self._is_large(one)]
-        known = all(isinstance(one, Ref) for one in wanted.values())
+        sizes = {key: one.nbytes for key, one in wanted.items() if isinstance(one, Ref)}
+        small = [key for key in wanted if sizes.get(key, 0) <= self._part_bytes]
         try:
             with self._pool.reading() as wire:
-                self._get_small(wire, small, known, answer)
+                self._get_small(wire, small, len(sizes) == len(wanted), answer)
                 # A hash looks like nothing to MGET. Asking again also makes sure that a key
                 # is missing, and that it was not the question that was misunderstood.
                 rest = {key: one for key, one in wanted.items() if key not in answer}
                 if rest:
                     self._get_large(wire, rest, answer)
-        except Lost as error:
-            for key in wanted:
-                answer.setdefault(key, Unavailable(f"{key}: not read: {error}", key=key))
         except HoldfastError as error:
             return {key: answer.get(key, error) for key in wanted}
         return answer
-
-    def _is_large(self, one: Ref | str) -> bool:
-        return isinstance(one, Ref) and one.nbytes > self._part_bytes
 
     def _get_small(
         self, wire: Wire, keys: list[str], known: bool, answer: dict[str, memoryview | Exception]
@@ -341,10 +333,7 @@ class RedisBackend(Backend):
             with self._pool.changing() as wire:
                 return call(wire)
         except Lost as error:
-            return {
-                key: UnknownOutcome(f"{key}: may or may not {what}: {error}", key=key)
-                for key in keys
-            }
+            return dict.fromkeys(keys, UnknownOutcome(f"may or may not {what}: {error}"))
         except HoldfastError as error:
             return dict.fromkeys(keys, error)
 
@@ -355,8 +344,6 @@ class RedisBackend(Backend):
                 return _yes_or_no(
                     keys, wire.ask([command("EXISTS", self._name(key)) for key in keys])
                 )
-        except Lost as error:
-            return {key: Unavailable(f"{key}: not asked: {error}", key=key) for key in keys}
         except HoldfastError as error:
             return dict.fromkeys(keys, error)
 
@@ -375,21 +362,19 @@ class RedisBackend(Backend):
             for byte in self._name(prefix)
         )
         cursor, seen = b"0", set[bytes]()  # Redis may tell a key twice
+        parts = self._prefix + b"\0"
         while True:
             words = ("SCAN", cursor, "MATCH", pattern + b"*", "COUNT", _SCAN_COUNT)
             page = self._ask([command(*words)])[0]
             if not isinstance(page, list) or len(page) != 2 or not isinstance(page[1], list):
                 raise Unavailable("Redis answered a SCAN with something else")
             names = [bytes(name) for name in page[1] if isinstance(name, bytearray)]
-            names = [name for name in names if name not in seen and self._is_key(name)]
+            names = [name for name in names if name not in seen and not name.startswith(parts)]
             seen.update(names)
             yield from self._heads(names)
             cursor = bytes(page[0]) if isinstance(page[0], bytearray) else b"0"
             if cursor == b"0":
                 return
-
-    def _is_key(self, name: bytes) -> bool:
-        return not name.startswith(self._prefix + b"\0")
 
     def _heads(self, names: Sequence[bytes]) -> Iterator[tuple[str, int, bytearray]]:
         requests = []
@@ -427,11 +412,8 @@ class RedisBackend(Backend):
         self._pool.close()
 
     def _ask(self, requests: list[list[Buffer]]) -> list[Answer]:
-        try:
-            with self._pool.reading() as wire:
-                answers = wire.ask(requests)
-        except Lost as error:
-            raise Unavailable(f"Redis did not answer: {error}") from error
+        with self._pool.reading() as wire:
+            answers = wire.ask(requests)
         for answer in answers:
             if isinstance(answer, Refused) and answer.code != "WRONGTYPE":
                 raise _error(answer, "")

@@ -41,12 +41,14 @@ class Pool:
 
     @contextmanager
     def reading(self) -> Iterator[Wire]:
-        """A connection for questions. Raises `Unavailable`; `Lost` goes through."""
+        """A connection for questions. Raises `Unavailable`, also when it is lost."""
         with self._connection() as wire:
             try:
                 yield wire
-            except BaseException:
+            except BaseException as error:
                 self._drop(wire)
+                if isinstance(error, Lost):
+                    raise Unavailable(f"Redis did not answer: {error}") from error
                 raise
 
     @contextmanager
@@ -76,21 +78,15 @@ class Pool:
             return
         with self._lock:
             doomed = list(self._doomed)
-        with self._connection() as wire:
-            try:
-                for identity in doomed:
-                    number, address = identity
-                    request = command("CLIENT", "KILL", "ID", number, "ADDR", address)
-                    answer = wire.ask([request])[0] if number else 0
-                    if isinstance(answer, Refused) and answer.code != "NOPERM":
-                        raise Unavailable(f"Redis would not end an old connection: {answer}")
-                    with self._lock, contextlib.suppress(ValueError):
-                        self._doomed.remove(identity)
-            except BaseException as error:
-                self._drop(wire)
-                if isinstance(error, Lost):
-                    raise Unavailable(f"an old connection was not ended: {error}") from error
-                raise
+        with self.reading() as wire:
+            for identity in doomed:
+                number, address = identity
+                request = command("CLIENT", "KILL", "ID", number, "ADDR", address)
+                answer = wire.ask([request])[0] if number else 0
+                if isinstance(answer, Refused) and answer.code != "NOPERM":
+                    raise Unavailable(f"Redis would not end an old connection: {answer}")
+                with self._lock, contextlib.suppress(ValueError):
+                    self._doomed.remove(identity)
 
     def close(self) -> None:
         """Hang up."""

@@ -87,8 +87,9 @@ def remove_queue(url: str, ledger: str, run: str, name: str, *, force: bool = Fa
             "--force removes the queue all the same, and they then fail"
         )
     # Records first: payloads without a record are deleted by the next removal, or the next queue.
-    records = asyncio.run(_delete_records(ledger, Keys(run, name).prefix))
-    return msgspec.structs.replace(_delete(url, f"{run}/{name}/"), records=records)
+    keys = Keys(run, name)
+    records = asyncio.run(_delete_records(ledger, keys.prefix))
+    return msgspec.structs.replace(_delete(url, f"{keys.place}/"), records=records)
 
 
 async def _delete_records(url: str, prefix: str) -> int:

@@ -33,8 +33,6 @@ _READ_BYTES = 256 << 10
 _LINE_BYTES = 64 << 10
 _LARGE_BYTES = 16 << 10
 _SENT_AT_ONCE = 512
-_DOLLAR = ord("$")
-_MOST_DIGITS = 12
 _MOST_NESTED = 4
 _SLOWEST_BYTES_PER_S = 4e6
 """Slower than that is as good as broken."""
@@ -191,8 +189,7 @@ class Wire:
         if kind == b":":
             return _number(rest)
         if kind == b"$":
-            size = _size(rest, MOST_BULK_BYTES)
-            return None if size is None else self._bulk(size)
+            return self._value(line)
         if kind == b"*" and nested < _MOST_NESTED:
             count = _size(rest, _MOST_ITEMS)
             return None if count is None else [self.read(nested + 1) for _ in range(count)]
@@ -205,26 +202,13 @@ class Wire:
             return Refused(line[1:].decode(errors="replace"))
         if line != b"*%d" % count:
             raise Lost(f"{line[:40]!r} does not begin an answer with {count} values")
-        found: list[bytearray | None] = []
-        buffer = self._buffer
-        for _ in range(count):
-            # The common case, small and here already, without a call.
-            low, high = self._low, self._high
-            end = buffer.find(b"\r\n", low, high)
-            digits = buffer[low + 1 : end] if low < end < low + _MOST_DIGITS else b""
-            if digits.isdigit() and buffer[low] == _DOLLAR:
-                start = end + 2
-                end = start + int(digits)
-                if end + 2 <= high and buffer[end : end + 2] == b"\r\n":
-                    found.append(buffer[start:end])
-                    self._low = end + 2
-                    continue
-            line = self._line()
-            if line[:1] != b"$":
-                raise Lost(f"{line[:40]!r} does not begin a value")
-            size = _size(line[1:], MOST_BULK_BYTES)
-            found.append(None if size is None else self._bulk(size))
-        return found
+        return [self._value(self._line()) for _ in range(count)]
+
+    def _value(self, line: bytes) -> bytearray | None:
+        if line[:1] != b"$":
+            raise Lost(f"{line[:40]!r} does not begin a value")
+        size = _size(line[1:], MOST_BULK_BYTES)
+        return None if size is None else self._bulk(size)
 
     def read_into(self, place: memoryview) -> Refused | None:
         """An answer that is one value of exactly this size, written where it belongs."""

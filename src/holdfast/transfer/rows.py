@@ -15,7 +15,6 @@ from xxhash import xxh3_64_intdigest
 from holdfast.errors import TooLarge
 from holdfast.transfer.backend import Bytes, Frame
 from holdfast.transfer.frame import (
-    ALIGN,
     BORN_AT,
     FIXED_BYTES,
     HEAD_SIZE_AT,
@@ -25,6 +24,7 @@ from holdfast.transfer.frame import (
     Head,
     Kind,
     Ref,
+    aligned,
     check_key,
     make_head,
     open_head,
@@ -113,11 +113,11 @@ def make_rows(
     names, sizes = _names([check_key(key) for key in keys])
     first, _ = make_head(kind, "x", generation, (payloads[0].tobytes(),), dtype=dtype, shape=shape)
     begin = FIXED_BYTES + 8 * len(shape)
-    head = (begin + int(sizes.max()) + ALIGN - 1) // ALIGN * ALIGN
+    head = aligned(begin + int(sizes.max()))
     if head > MAX_HEAD:
         raise TooLarge(f"a head of {head} bytes is too long: use shorter keys")
     size = head + payloads.shape[1]
-    block = np.zeros((len(keys), (size + ALIGN - 1) // ALIGN * ALIGN), np.uint8)
+    block = np.zeros((len(keys), aligned(size)), np.uint8)
     block[:, :begin] = np.frombuffer(first[:begin], np.uint8)
     block[:, SUM_AT : SUM_AT + 8] = 0
     block[:, HEAD_SIZE_AT : HEAD_SIZE_AT + 2] = _column([head], np.uint16)

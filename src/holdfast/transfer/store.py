@@ -17,10 +17,8 @@ is there now. Each method has an asynchronous twin with an `a` in front.
 """
 
 import asyncio
-import os
 import random
 import sys
-import threading
 import time
 from collections.abc import (
     AsyncIterator,
@@ -48,6 +46,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.retry import Clock, Partial, Policy
+from holdfast.tensors import Source
 from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.batches import collect, named, split
@@ -102,10 +101,6 @@ class Store:
     ) -> None:
         self.backend = backend
         self.policy = policy or usual_policy(timeouts)
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_of = 0
-        """The process whose threads they are: a fork leaves them behind."""
-        self._pool_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -115,9 +110,6 @@ class Store:
 
     def close(self) -> None:
         """Let go of connections and maps. What was put stays."""
-        if self._pool is not None and self._pool_of == os.getpid():
-            self._pool.shutdown(wait=True)
-        self._pool = None
         self.backend.close()
 
     def generation(self) -> int:
@@ -232,13 +224,12 @@ class Store:
         What is in a buffer whose key failed is undefined.
         """
         asked = _by_key(wanted)
-        places = {_key(one): place for one, place in wanted.items()}
-        rooms = {key: room(key, place) for key, place in places.items()}
+        rooms = {_key(one): room(_key(one), place) for one, place in wanted.items()}
 
         def once(some: Mapping[str, Wanted]) -> dict[str, object]:
             answer = self.backend.get(some)
             return {
-                key: _attempt(_fill, asked[key], frame, places[key], rooms[key])
+                key: _attempt(_fill, asked[key], frame, rooms[key])
                 for key, frame in answer.items()
             }
 
@@ -295,7 +286,9 @@ class Store:
             values = {
                 key: _attempt(_read, asked[key], frame, True) for key, frame in found.items()
             }
-            yield _whole(named(_sorted_out(values)), asked)
+            failures = {key: one for key, one in values.items() if isinstance(one, Exception)}
+            right = {key: one for key, one in values.items() if key not in failures}
+            yield _whole(named(Partial(right, failures)), asked)
 
     # The rest
 
@@ -372,16 +365,10 @@ class Store:
             return work(parts[0])
         if self.backend.parallel == 1:
             return collect(items, map(work, parts))
-        return collect(items, self._threads().map(work, parts))
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool_of != os.getpid():
-            self._pool, self._pool_lock = None, threading.Lock()
-        with self._pool_lock:
-            if self._pool is None:
-                self._pool_of = os.getpid()
-                self._pool = ThreadPoolExecutor(self.backend.parallel, "holdfast-transfer")
-            return self._pool
+        # Not kept for the next call: a fork would leave the threads behind.
+        threads = min(self.backend.parallel, len(parts))
+        with ThreadPoolExecutor(threads, "holdfast-transfer") as pool:
+            return collect(items, pool.map(work, parts))
 
     async def _amany(
         self,
@@ -474,11 +461,11 @@ def _copied(payload: memoryview) -> memoryview:
     return memory.data
 
 
-def _fill(wanted: Wanted, frame: memoryview, place: object, memory: memoryview) -> None:
+def _fill(wanted: Wanted, frame: memoryview, place: Source) -> None:
     head = open_head(frame, wanted)
     fits(head, place)
-    memory[:] = frame[head.nbytes :]
-    prove(head, (memory,), wanted)
+    place.data[:] = frame[head.nbytes :]
+    prove(head, (place.data,), wanted)
 
 
 def _stack(values: Mapping[str, Any]) -> Any:
@@ -493,13 +480,6 @@ def _stack(values: Mapping[str, Any]) -> Any:
     except (RuntimeError, TypeError, ValueError) as error:
         raise Mistake(f"these values are not rows of one tensor: {error}") from None
     raise Mistake(f"rows are those of a tensor or an array, not {type(rows[0]).__name__}")
-
-
-def _sorted_out(answer: Mapping[str, Any]) -> Partial[Any]:
-    return Partial(
-        {key: value for key, value in answer.items() if not isinstance(value, Exception)},
-        {key: value for key, value in answer.items() if isinstance(value, Exception)},
-    )
 
 
 def _whole(found: Partial[V], asked: Mapping[str, object]) -> dict[str, V]:

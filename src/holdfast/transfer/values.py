@@ -62,13 +62,13 @@ def pack(key: str, value: object) -> Packed:
     return Packed("object", (objects.encode(key, value),))
 
 
-def room(key: str, destination: object) -> memoryview:
-    """The memory of a tensor or array that the caller wants a value read into."""
+def room(key: str, destination: object) -> tensors.Source:
+    """The memory of what the caller wants a value read into; a buffer has no dtype."""
     if isinstance(destination, memoryview | bytearray):
         view = memoryview(destination)
         if not view.c_contiguous or view.readonly:
             raise Mistake(f"the buffer for {key} must be contiguous and writable", key=key)
-        return view.cast("B")
+        return tensors.Source(key, "", (view.nbytes,), view.cast("B"))
     contiguous = isinstance(destination, np.ndarray) and (
         destination.flags.c_contiguous and destination.flags.writeable
     )
@@ -85,14 +85,13 @@ def room(key: str, destination: object) -> memoryview:
             "bytearray",
             key=key,
         )
-    return tensors.source(key, destination).data
+    return tensors.source(key, destination)
 
 
-def fits(head: Head, destination: object) -> None:
+def fits(head: Head, found: tensors.Source) -> None:
     """Refuse a destination of another dtype, shape or size than the value."""
-    key = head.key
-    if isinstance(destination, memoryview | bytearray):
-        size = memoryview(destination).nbytes
+    key, size = head.key, len(found.data)
+    if not found.dtype:
         if head.size != size:
             raise Mistake(f"{key} has {head.size} bytes, and its buffer {size}", key=key)
         return
@@ -100,7 +99,6 @@ def fits(head: Head, destination: object) -> None:
         raise Mistake(
             f"{key} is not a tensor (kind: {head.kind}): get it without a buffer", key=key
         )
-    found = tensors.source(key, destination)
     if (found.dtype, found.shape) != (head.dtype, head.shape):
         raise Mistake(
             f"{key} is {head.dtype} of shape {head.shape}, and its buffer {found.dtype} of shape "

@@ -42,3 +42,13 @@ def place(
         with system.running(found.url):
             yield found
         assert found.names() == [], "closing has left values in the store"
+
+
+@pytest.fixture
+def part(place: Any) -> Iterator[str]:
+    """A partition that no other test uses, and that is cleared at the end."""
+    from peers.transferqueue import system
+
+    name = system.fresh("part")
+    yield name
+    system.tq.get_client().clear_partition(name)

@@ -14,7 +14,6 @@ from holdfast.errors import BatchFailed, Mistake
 from peers.transferqueue.system import (
     PROTOTYPE,
     QUICK,
-    NonTensorStack,
     Place,
     TensorDict,
     flipped,
@@ -68,39 +67,33 @@ def test_a_missing_key_is_named(place: Place) -> None:
     assert place.names() == []
 
 
-def test_a_value_deleted_behind_its_back(place: Place) -> None:
+def test_a_value_deleted_behind_its_back(place: Place, part: str) -> None:
     """A value that the store has lost is named, and the others arrive with the error."""
-    part = fresh("lost")
     _, name = two(part)
     place.delete(f"/{name}/")
     with pytest.raises(BatchFailed) as caught:
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
     assert reasons(caught.value) == {name: "stale"}
     assert len(caught.value.values) == 1
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
-def test_a_flipped_bit(place: Place) -> None:
+def test_a_flipped_bit(place: Place, part: str) -> None:
     """A value with one other bit is damaged, not a value."""
-    part = fresh("flip")
     payload, name = two(part)
     place.change(payload, flipped(payload))
     with fails("corrupt", only=name):
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1], ids=lambda left: f"to-{left}")
-def test_a_cut_value(place: Place, left: int) -> None:
+def test_a_cut_value(place: Place, part: str, left: int) -> None:
     """A value that is shorter than it was is damaged; one of no bytes is not None."""
     if place.server is None:
         pytest.skip("shared memory has no short reads")
-    part = fresh("cut")
     payload, name = two(part)
     place.change(payload, lambda data: data[:left])
     with fails("corrupt", "stale", only=name):
         tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
 def test_metadata_of_a_cleared_partition(place: Place) -> None:
@@ -137,48 +130,23 @@ def test_replaced_values(place: Place) -> None:
     assert place.names() == []
 
 
-def test_what_was_never_put(place: Place) -> None:
+def test_what_was_never_put(part: str) -> None:
     """Metadata of samples that have no values yet gives an error, not fewer rows."""
-    part, client = fresh("never"), tq.get_client()
+    client = tq.get_client()
     meta = client.get_meta(["x"], 2, part, mode="insert")
     with fails("missing"):
         client.get_data(meta)
     client.put(rows(1, 2), metadata=meta)
     assert numbers(client.get_data(meta)) == [1, 2]
-    client.clear_partition(part)
 
 
-class Unknown:
-    """Something that cannot be carried."""
-
-
-@pytest.mark.parametrize("value", [Unknown(), [Unknown()], torch.float32, print])
-def test_what_cannot_be_carried(place: Place, value: Any) -> None:
-    """An object without an encoding is refused, by key and type, and nothing is published."""
-    part = fresh("objects")
-    stack = NonTensorStack("fine", value)
-    with pytest.raises(
-        Mistake,
-        match=rf"\d+@o .*{type(value if not isinstance(value, list) else value[0]).__name__}",
-    ):
-        tq.kv_batch_put(
-            keys=["a", "b"], partition_id=part, fields=TensorDict({"o": stack}, batch_size=2)
-        )
-    assert place.names() == []
-    with pytest.raises(ValueError, match=r"not ready|not found"):
-        tq.kv_batch_get(keys=["a", "b"], partition_id=part, select_fields="o")
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
-
-
-def test_another_dtype(place: Place) -> None:
+def test_another_dtype(place: Place, part: str) -> None:
     """A put that the controller refuses fails, and leaves nothing behind."""
-    part = fresh("dtype")
     tq.kv_put(key="a", partition_id=part, fields={"x": torch.ones(2)})
     with pytest.raises(Mistake, match="another dtype"):
         tq.kv_put(key="b", partition_id=part, fields={"x": torch.ones(2, dtype=torch.int64)})
     assert len(place.names()) == 1
     assert numbers(tq.kv_batch_get(keys="a", partition_id=part)) == [1]
-    tq.get_client().clear_partition(part)
 
 
 def commands(place: Place) -> int:
@@ -190,11 +158,10 @@ def commands(place: Place) -> int:
     return sum(found.get(name, {}).get("calls", 0) for name in reads)
 
 
-def test_permanent_errors_are_not_tried_again(place: Place) -> None:
+def test_permanent_errors_are_not_tried_again(place: Place, part: str) -> None:
     """What is gone is asked for once; what is damaged is asked for again, alone."""
     if place.server is None:
         pytest.skip("only a server counts its commands")
-    part = fresh("once")
     payload, name = two(part)
 
     def reads() -> int:
@@ -208,14 +175,12 @@ def test_permanent_errors_are_not_tried_again(place: Place) -> None:
     assert reads() >= usual + QUICK["attempts"] - 1
     place.delete(f"/{name}/")
     assert reads() <= usual + 1, "it may look for the other form of a value, but not again"
-    tq.kv_clear(keys=["a", "b"], partition_id=part)
 
 
-def test_the_store_is_killed(place: Place) -> None:
+def test_the_store_is_killed(place: Place, part: str) -> None:
     """With the store dead, get and put fail by name; once it is back, both work as before."""
     if place.server is None:
         pytest.skip("shared memory has no server")
-    part = fresh("killed")
     tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=rows(1, 2))
     place.server.kill()
     with pytest.raises(BatchFailed) as caught:
@@ -229,26 +194,22 @@ def test_the_store_is_killed(place: Place) -> None:
         tq.kv_batch_get(keys="c", partition_id=part, select_fields="x")
     tq.kv_put(key="c", partition_id=part, fields={"x": torch.ones(2)})
     assert numbers(tq.kv_batch_get(keys=["a", "c"], partition_id=part)) == [1, 1]
-    tq.get_client().clear_partition(part)
 
 
-def test_the_store_is_away_for_a_moment(place: Place) -> None:
+def test_the_store_is_away_for_a_moment(place: Place, part: str) -> None:
     """A store that comes back in time is a delay, not an error."""
     if place.server is None:
         pytest.skip("shared memory has no server")
-    part = fresh("away")
     tq.kv_batch_put(keys=["a", "b"], partition_id=part, fields=rows(1, 2))
     place.server.pause()
     back = threading.Timer(0.5, place.server.resume)
     back.start()
     assert numbers(tq.kv_batch_get(keys=["a", "b"], partition_id=part)) == [1, 2]
     back.join()
-    tq.get_client().clear_partition(part)
 
 
-def test_a_killed_producer(place: Place) -> None:
+def test_a_killed_producer(place: Place, part: str) -> None:
     """What a worker has put outlives it, however it dies."""
-    part = fresh("dies")
 
     def produce() -> None:
         import os
@@ -265,12 +226,10 @@ def test_a_killed_producer(place: Place) -> None:
     with pytest.raises(ray.exceptions.WorkerCrashedError):
         ray.get(task.remote(), timeout=120)
     assert numbers(tq.kv_batch_get(keys="a", partition_id=part)) == [1]
-    tq.get_client().clear_partition(part)
 
 
-def test_errors_cross_processes(place: Place) -> None:
+def test_errors_cross_processes(place: Place, part: str) -> None:
     """An error in a Ray worker arrives as what it is, with its keys."""
-    part = fresh("crossing")
     _, lost = two(part)
 
     def consume() -> None:
@@ -280,9 +239,6 @@ def test_errors_cross_processes(place: Place) -> None:
         transfer_queue.kv_batch_get(keys=["a", "b"], partition_id=part)
 
     place.delete(f"/{lost}/")
-    try:
-        with pytest.raises(BatchFailed) as caught:
-            ray.get(ray.remote(num_cpus=0, max_calls=1)(consume).remote(), timeout=120)
-        assert list(caught.value.failures) == [lost]
-    finally:
-        tq.get_client().clear_partition(part)
+    with pytest.raises(BatchFailed) as caught:
+        ray.get(ray.remote(num_cpus=0, max_calls=1)(consume).remote(), timeout=120)
+    assert list(caught.value.failures) == [lost]

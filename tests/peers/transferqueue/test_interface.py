@@ -67,9 +67,8 @@ def test_other_processes(place: Place) -> None:
     tq.kv_clear(keys=["k0", "k1", "k2"], partition_id=part)
 
 
-def test_streaming_loader(place: Place) -> None:
+def test_streaming_loader(part: str) -> None:
     """The streaming loader yields every row once, in a process of its own."""
-    part = fresh("stream")
     conf = ray.get(ray.get_actor("TransferQueueController", "transfer_queue").get_config.remote())
     tq.get_client().put(rows(*range(12)), partition_id=part)
     dataset = tq.StreamingDataset(
@@ -86,4 +85,3 @@ def test_streaming_loader(place: Place) -> None:
     batches = [numbers(data) for data, _ in loader]
     assert [len(batch) for batch in batches] == [2] * 6
     assert sorted(number for batch in batches for number in batch) == [*range(12)]
-    tq.get_client().clear_partition(part)

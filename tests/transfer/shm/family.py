@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import faults, proc
-from holdfast.transfer import shm
+from holdfast.transfer import Store, shm
+from holdfast.transfer.shm.backend import ShmBackend
+from holdfast.transfer.shm.session import Session
 from patience import HANG_S
 
 LIMIT_S = HANG_S
@@ -106,6 +108,12 @@ def start(what: str, /, *, fault: str = "", folder: Path, **args: object) -> Ite
             yield Kid(child, log)
         finally:
             child.signal(signal.SIGCONT)
+
+
+def session(store: Store) -> Session:
+    """A store as this process has it open."""
+    assert isinstance(store.backend, ShmBackend)
+    return store.backend.session()
 
 
 def points() -> list[str]:

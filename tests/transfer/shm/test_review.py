@@ -11,29 +11,23 @@ import numpy as np
 import pytest
 
 from holdfast.errors import BatchFailed
-from holdfast.transfer import Store
-from holdfast.transfer.shm.backend import ShmBackend
-from holdfast.transfer.shm.session import Session
+from holdfast.transfer import Ref, Store
 from transfer.outcomes import fails
 
 from .children import content
 from .conftest import Opener
+from .family import session
 
 OPTIONS = f"?budget={8 << 20}&segment=1M"
 SIZE = 250_000
 
 
-def session(store: Store) -> Session:
-    assert isinstance(store.backend, ShmBackend)
-    return store.backend.session()
+def put(store: Store, *keys: str) -> dict[str, Ref]:
+    return store.put({key: content(key, 1, SIZE) for key in keys})
 
 
-def put(store: Store, *keys: str, size: int = SIZE) -> dict[str, Any]:
-    return dict(store.put({key: content(key, 1, size) for key in keys}))
-
-
-def whole(store: Store, key: str, size: int = SIZE) -> bool:
-    return bool(store.get([key])[key] == content(key, 1, size))
+def whole(store: Store, key: str) -> bool:
+    return bool(store.get([key])[key] == content(key, 1, SIZE))
 
 
 def just_before(thing: Any, name: str, act: Callable[[], object]) -> None:
@@ -89,31 +83,34 @@ def test_memory_is_not_given_back_under_values_that_were_put_just_now(opener: Op
     assert all(whole(owner, key) for key in held[1:])
 
 
-def test_a_delete_that_is_overtaken_by_compaction_deletes(opener: Opener) -> None:
-    """The value was moved between being found and being locked: its copy goes, too."""
+def mostly_dead(opener: Opener) -> tuple[Store, Store, Ref]:
+    """An owner of a segment in which only `a` lives, one who may compact it, and `a`."""
     owner, mover = opener(OPTIONS), opener()
     refs = put(owner, "a", "b", "c")
     owner.delete(["b", "c"])
     close_segment(owner)
+    return owner, mover, refs["a"]
+
+
+def test_a_delete_that_is_overtaken_by_compaction_deletes(opener: Opener) -> None:
+    """The value was moved between being found and being locked: its copy goes, too."""
+    owner, mover, ref = mostly_dead(opener)
     just_before(session(owner).locks, "wait", lambda: compact(mover))
-    assert owner.delete([refs["a"]]) == {"a": True}
+    assert owner.delete([ref]) == {"a": True}
     assert owner.exists(["a"]) == mover.exists(["a"]) == {"a": False}
     with fails({"a": "stale"}):
-        mover.get([refs["a"]])
-    assert owner.delete([refs["a"]]) == {"a": False}
+        mover.get([ref])
+    assert owner.delete([ref]) == {"a": False}
 
 
 @pytest.mark.parametrize("by", ["reference", "key"])
 def test_a_view_that_is_overtaken_by_compaction_finds_the_value(opener: Opener, by: str) -> None:
     """It was moved, and its old memory given back, between being found and being locked."""
-    owner, mover = opener(OPTIONS), opener()
-    refs = put(owner, "a", "b", "c")
-    owner.delete(["b", "c"])
-    close_segment(owner)
+    _, mover, ref = mostly_dead(opener)
     reader = opener()
     assert whole(reader, "a")
     just_before(session(reader).locks, "wait", lambda: compact(mover))
-    with reader.view([refs["a"] if by == "reference" else "a"]) as found:
+    with reader.view([ref if by == "reference" else "a"]) as found:
         assert found["a"] == content("a", 1, SIZE)
 
 

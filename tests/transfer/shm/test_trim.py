@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Gone
 from holdfast.transfer import Store, connect, shm
 from holdfast.transfer.queue import Item, open_queue
 from holdfast.transfer.shm.layout import PAGE
@@ -70,10 +69,9 @@ def test_memory_that_lies_idle_is_given_back(name: str, opener: Opener) -> None:
     assert other.get(list(_values("c", 40))) == _values("c", 40)
 
 
-def test_an_empty_queue_gives_back_while_its_members_live(name: str, tmp_path: Path) -> None:
+def test_an_empty_queue_gives_back_while_its_members_live(name: str, sqlite_url: str) -> None:
     """Two rounds of tidying after the last sample is acknowledged, its memory is free."""
-    ledger = f"sqlite:///{tmp_path / 'run.db'}"
-    with open_queue(f"shm://{name}{OPTIONS}", ledger, "rollouts", ["train"]) as queue:
+    with open_queue(f"shm://{name}{OPTIONS}", sqlite_url, "rollouts", ["train"]) as queue:
         queue.put([Item(key, {"x": value}) for key, value in _values("s", 60).items()])
         queue.claim("train", 60).acknowledge()
         assert _taken(name) > 60 * SIZE
@@ -157,18 +155,3 @@ def test_killed_at_any_moment(name: str, kept: Store, tmp_path: Path, seed: int)
             kept.put({"busy": bytes(SIZE)})
             kept.trim()
             kept.delete(["busy", *(one.key for one in kept.scan("visit-"))])
-
-
-def test_a_store_that_was_removed_says_so(name: str, opener: Opener) -> None:
-    """Whoever still has it open hears what happened, on every call; closing is no error."""
-    store = opener(OPTIONS)
-    store.put({"a": b"1"})
-    assert not shm.remove(name)
-    assert shm.remove(name, force=True)
-    with pytest.raises(Gone, match="was removed while this process had it open"):
-        store.get(["a"])
-    with pytest.raises(Gone, match="connect again"):
-        store.put({"b": b""})
-    store.close()
-    with connect(f"shm://{name}") as new:
-        assert new.stat().keys == 0

@@ -10,9 +10,8 @@ from typing import Any
 from holdfast.contrib.mooncake.codes import word
 from holdfast.errors import Unavailable
 from holdfast.timeouts import Timeouts
-from holdfast.transfer.frame import ALIGN
 
-__all__ = ["ARENA_BYTES", "Arenas", "aligned"]
+__all__ = ["ARENA_BYTES", "Arenas"]
 
 ARENA_BYTES = (32 << 20) + (64 << 10)
 """Two values of 16 MiB and their heads."""
@@ -79,8 +78,3 @@ class Arenas:
 
 def _address(memory: bytearray | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def aligned(nbytes: int) -> int:
-    """The room that so many bytes take."""
-    return -(-nbytes // ALIGN) * ALIGN

@@ -38,7 +38,7 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.contrib.mooncake.arenas import ARENA_BYTES, Arenas, aligned
+from holdfast.contrib.mooncake.arenas import ARENA_BYTES, Arenas
 from holdfast.contrib.mooncake.codes import (
     BAD_PARAMS,
     NOT_FOUND,
@@ -54,7 +54,7 @@ from holdfast.text import parse_bytes
 from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend, Frame, Stat, Stored
 from holdfast.transfer.batches import portions, split
-from holdfast.transfer.frame import ALIGN, MAX_HEAD, Ref, open_head
+from holdfast.transfer.frame import ALIGN, MAX_HEAD, Ref, aligned, open_head
 from holdfast.transfer.url import options
 
 __all__ = ["MooncakeBackend", "from_url"]
@@ -142,19 +142,16 @@ class MooncakeBackend(Backend):
 
     def put(self, frames: Mapping[str, Frame]) -> Mapping[str, Exception | None]:
         """Store these frames."""
-        total = sum(aligned(frame.ref.nbytes) for frame in frames.values())
+        sizes = [frame.ref.nbytes for frame in frames.values()]
+        *starts, total = accumulate(map(aligned, sizes), initial=0)
         with self._arenas.take(total) as (memory, address):
-            names, places, sizes, at = [], [], [], 0
-            for key, frame in frames.items():
-                names.append(self._name(key))
-                places.append(address + at)
-                sizes.append(frame.ref.nbytes)
+            for at, frame in zip(starts, frames.values(), strict=True):
                 end = at
                 for part in (frame.head, *frame.parts):
                     memory[end : end + len(part)] = part
                     end += len(part)
-                at += aligned(frame.ref.nbytes)
-            codes = self._client.batch_upsert_from(names, places, sizes)
+            names, places = map(self._name, frames), (address + start for start in starts)
+            codes = self._client.batch_upsert_from(list(names), list(places), sizes)
         return {key: put_error(key, code) for key, code in _each(frames, codes)}
 
     # Get
@@ -179,10 +176,9 @@ class MooncakeBackend(Backend):
     ) -> None:
         """Read values of these sizes. What is larger or not there gets no answer."""
         for some in split(sizes, aligned, len(sizes), self.most_bytes) if sizes else ():
-            total = sum(map(aligned, some.values()))
+            *starts, total = accumulate(map(aligned, some.values()), initial=0)
             alone = bytearray(total) if total > ARENA_BYTES else None
             with self._arenas.take(total, alone) as (memory, address):
-                starts = list(accumulate(map(aligned, some.values()), initial=0))[:-1]
                 codes = self._client.batch_get_into(
                     [self._name(key) for key in some],
                     [address + start for start in starts],

@@ -12,6 +12,7 @@ from a checkpoint that is damaged or cut.
 import os
 import struct
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import IO
 
@@ -19,8 +20,8 @@ import msgspec
 
 from holdfast.contrib.transferqueue.client import HoldfastStorageClient
 from holdfast.errors import Corrupt, NotFound
-from holdfast.transfer.backend import Frame, Stored
-from holdfast.transfer.batches import split
+from holdfast.transfer.backend import Frame
+from holdfast.transfer.batches import named, split
 from holdfast.transfer.frame import Ref, open_head, prove
 from holdfast.transfer.store import again
 
@@ -107,8 +108,8 @@ def _stored(client: HoldfastStorageClient, run: str) -> Iterator[tuple[str, memo
         answer = store.backend.get({key: key for key in keys})
         return {key: _copied(key, frame) for key, frame in answer.items()}
 
-    for part in split(found, _nbytes, _AT_ONCE_KEYS, _AT_ONCE_BYTES):
-        got = store.policy.subset(part, once, on=again, partial=True)
+    for part in split(found, attrgetter("nbytes"), _AT_ONCE_KEYS, _AT_ONCE_BYTES):
+        got = named(store.policy.subset(part, once, on=again, partial=True))
         for error in got.failures.values():
             if not isinstance(error, NotFound):
                 raise error
@@ -154,7 +155,3 @@ def _put(client: HoldfastStorageClient, frames: dict[str, Frame]) -> None:
         return {key: error or True for key, error in answer.items()}
 
     client.store.policy.subset(frames, once, on=again)
-
-
-def _nbytes(one: Stored) -> int:
-    return one.nbytes

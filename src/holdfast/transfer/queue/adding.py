@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.errors import TooLarge
 from holdfast.ledger import Compare, Op, absent, unchanged
-from holdfast.ledger.records import put
+from holdfast.ledger.records import decode, put
 from holdfast.transfer.queue.records import Block, Head, Keys, Sample
 from holdfast.transfer.queue.view import View
 
@@ -53,11 +53,11 @@ def add(
     number, before = head.block + 1, None
     tail = view.blocks.get(head.block)
     if tail is not None and tail.entry is not None:
-        there = tail.entry.value
         room = most - tail.all.bit_length()
-        if len(there) < SMALL_BYTES and len(samples) <= min(room, 64):
+        if len(tail.entry.value) < SMALL_BYTES and len(samples) <= min(room, 64):
             number, before = head.block, tail.entry
-    block = Block(samples=(*_samples(before), *samples))
+    there = decode(Block, before).samples if before else ()
+    block = Block(samples=(*there, *samples))
     newest = max(head.newest, *(one.version for one in samples))
     then: list[Op] = [
         put(
@@ -69,9 +69,3 @@ def add(
     ]
     compare.append(unchanged(before) if before else absent(keys.block(number)))
     return compare, then
-
-
-def _samples(entry: object) -> tuple[Sample, ...]:
-    if entry is None:
-        return ()
-    return msgspec.json.decode(entry.value, type=Block).samples  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from holdfast.ledger import Compare, Op, same_life, unchanged
 from holdfast.ledger.records import put
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
+from holdfast.transfer.queue.plan import Choice
 from holdfast.transfer.queue.records import Sample, State
 from holdfast.transfer.queue.tidying import Tidying
 from holdfast.transfer.queue.view import TaskView
@@ -45,32 +46,27 @@ class Batch:
     def __init__(
         self,
         desk: Desk,
-        store: Store,
         tidying: Tidying,
         seat: Seat,
         task: str,
         claim: str,
-        taken: dict[int, int],
-        samples: Sequence[Sample],
-        *,
-        dropped: Sequence[str] = (),
+        choice: Choice,
         already: Sequence[str] = (),
     ) -> None:
         self._desk = desk
-        self._store = store
         self._tidying = tidying
         self._seat = seat
         self._claim = claim
-        self._left = dict(taken)
+        self._left = dict(choice.taken)
         self._released: dict[int, int] = {}
-        self._where = {one.key: desk.view.where.get(one.key, (-1, 0)) for one in samples}
+        self.samples = list(choice.samples)
+        self._where = {key: desk.view.where.get(key, (-1, 0)) for key in self.keys}
         self._open: tuple[str, dict[int, int]] | None = None
         """An acknowledgement that was sent, and whose outcome nobody has heard yet."""
         # A batch that nobody has any more can be acknowledged by nobody: `tidy` releases it.
         weakref.finalize(self, desk.held.discard, claim).atexit = False
         self.task = task
-        self.samples = list(samples)
-        self.dropped = list(dropped)
+        self.dropped = list(choice.gone)
         """Keys that were too old and count as done for this task from now on."""
         self.already = list(already)
         """Of keys that were asked for by name: those that are acknowledged already."""
@@ -106,7 +102,7 @@ class Batch:
         the samples are this member's no longer.
         """
         try:
-            return await fetch(self._store, self.samples, fields)
+            return await fetch(self._desk.store, self.samples, fields)
         except BatchFailed as error:
             if any(isinstance(reason, Gone) for reason in error.failures.values()):
                 await self._still_ours()

@@ -12,7 +12,6 @@ from holdfast.transfer.queue.plan import MOST_BLOCKS, Choice
 from holdfast.transfer.queue.records import Claim, Sample, bits, text
 from holdfast.transfer.queue.samplers import Sampler
 from holdfast.transfer.queue.tidying import Tidying
-from holdfast.transfer.store import Store
 
 __all__ = ["Claiming"]
 
@@ -23,7 +22,6 @@ class Claiming:
     def __init__(
         self,
         desk: Desk,
-        store: Store,
         tidying: Tidying,
         task: str,
         seat: Seat,
@@ -32,7 +30,6 @@ class Claiming:
     ) -> None:
         self._desk = desk
         self._make_batch = batch
-        self._store = store
         self._tidying = tidying
         self._task = task
         self._seat = seat
@@ -69,13 +66,14 @@ class Claiming:
             choice = await self._commit(decide, deadline)
             if choice is not None:
                 self._dropped += choice.gone
+                choice.gone = self._dropped
                 try:
                     await self._tidying.free(choice.dropped)
                 except BaseException:
                     self._desk.held.discard(self._name)  # nobody gets what was claimed
                     raise
                 if choice.taken:
-                    return self._batch(choice, gone=self._dropped)
+                    return self._batch(choice)
             elif not await self._desk.news(deadline):
                 if enough == least:
                     self._desk.held.discard(self._name)
@@ -123,7 +121,7 @@ class Claiming:
                 order = {key: at for at, key in enumerate(keys)}
                 choice.samples.sort(key=lambda one: order[one.key])
                 mine = {one.key for one in choice.samples}
-                return self._batch(choice, already=[key for key in keys if key not in mine])
+                return self._batch(choice, [key for key in keys if key not in mine])
             if not await desk.news(deadline):
                 desk.held.discard(self._name)
                 raise TimedOut(
@@ -176,24 +174,8 @@ class Claiming:
         self._last = choice if choice.taken else None
         return Change(compare, then, choice)
 
-    def _batch(
-        self,
-        choice: Choice,
-        *,
-        gone: Sequence[str] = (),
-        already: Sequence[str] = (),
-    ) -> Batch:
+    def _batch(self, choice: Choice, already: Sequence[str] = ()) -> Batch:
         if not choice.taken:
             self._desk.held.discard(self._name)
-        return self._make_batch(
-            self._desk,
-            self._store,
-            self._tidying,
-            self._seat,
-            self._task,
-            self._name,
-            choice.taken,
-            choice.samples,
-            dropped=gone,
-            already=already,
-        )
+        which = (self._seat, self._task, self._name, choice, already)
+        return self._make_batch(self._desk, self._tidying, *which)

@@ -103,14 +103,11 @@ class QueueDataset(IterableDataset[Shard]):
                 self._finish(self._step)
         return self._queue
 
-    def _steps(self, queue: SyncQueue) -> Steps:
-        return Steps(queue.queue, self._task)
-
     def _finish(self, last: int) -> None:
         """Acknowledge all steps up to this one that somebody began, we or those before us."""
         queue = self._queue
         assert queue is not None
-        steps = self._steps(queue)
+        steps = Steps(queue.queue, self._task)
         for step in sorted(queue.run(steps.written())):
             if step <= last:
                 queue.run(steps.finish(step, self._batches.pop(step, None)))
@@ -125,7 +122,7 @@ class QueueDataset(IterableDataset[Shard]):
             yield shard
 
     def _shard(self, queue: SyncQueue, step: int) -> Shard:
-        steps = self._steps(queue)
+        steps = Steps(queue.queue, self._task)
         if self._rank == 0:
             batch = self._batches[step] = queue.run(
                 steps.lead(

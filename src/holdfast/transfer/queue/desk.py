@@ -29,6 +29,7 @@ from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.plan import Plan
 from holdfast.transfer.queue.records import Keys
 from holdfast.transfer.queue.view import View
+from holdfast.transfer.store import Store
 
 __all__ = ["Change", "Desk"]
 
@@ -54,6 +55,7 @@ class Desk:
         self,
         runtime: Runtime,
         keys: Keys,
+        store: Store,
         member: str,
         lease_s: float,
         timeouts: Timeouts = DEFAULTS,
@@ -66,6 +68,7 @@ class Desk:
         self.runtime = runtime
         self.timeouts = timeouts
         self.keys = keys
+        self.store = store
         self.plan = plan or Plan()
         self.view = view(keys)
         self.block_samples = block_samples

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.errors import Mistake
 from holdfast.transfer.queue.records import Claim, Sample, State, bits, mask, text
-from holdfast.transfer.queue.samplers import Sampler, in_order
+from holdfast.transfer.queue.samplers import Sampler
 from holdfast.transfer.queue.view import BlockView, View
 
 __all__ = ["MOST_BLOCKS", "Choice", "Plan"]
@@ -84,14 +84,8 @@ class Plan:
                 for at in bits(open_now):
                     yield block.samples[at]
 
-        if sampler is in_order:
-            taken = _lowest(masks, n)
-            picked = [
-                view.blocks[at].samples[one] for at, some in taken.items() for one in bits(some)
-            ]
-        else:
-            picked = list(sampler(samples(), n))[:n] if masks else []
-            taken = self._places(view, picked, masks)
+        picked = list(sampler(samples(), n))[:n] if masks else []
+        taken = self._places(view, picked, masks)
         if len(taken) > MOST_BLOCKS:
             raise Mistake(
                 f"the {len(picked)} samples are spread over {len(taken)} blocks; a claim can "
@@ -156,19 +150,3 @@ class Plan:
         for task in view.config.tasks:
             found &= block.task(task).finished
         return found
-
-
-def _lowest(masks: dict[int, int], n: int) -> dict[int, int]:
-    """The first `n` bits of some masks: what `in_order` would choose, without looking at all."""
-    taken: dict[int, int] = {}
-    for number, places in masks.items():
-        count = places.bit_count()
-        if count > n:
-            places = sum(1 << at for at in bits(places)[:n])
-            count = n
-        if count:
-            taken[number] = places
-        n -= count
-        if n <= 0:
-            break
-    return taken

@@ -19,13 +19,12 @@ from holdfast.errors import BatchFailed, LeaseLost, Mistake, NoRoom, NotFound
 from holdfast.ledger import absent, same_life, unchanged
 from holdfast.ledger.records import put
 from holdfast.retry import insist
-from holdfast.transfer.frame import MAX_KEY_BYTES, Ref, check_key
+from holdfast.transfer.frame import Ref, check_key
 from holdfast.transfer.queue import adding
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.member import Seat
 from holdfast.transfer.queue.records import Config, Fields, Sample, Tag
 from holdfast.transfer.queue.tidying import Tidying
-from holdfast.transfer.store import Store
 
 __all__ = ["Item", "Putting", "behind"]
 
@@ -56,11 +55,9 @@ def behind(desk: Desk) -> dict[str, int]:
 class Putting:
     """The putting half of a queue."""
 
-    def __init__(self, desk: Desk, store: Store, tidying: Tidying, place: str) -> None:
+    def __init__(self, desk: Desk, tidying: Tidying) -> None:
         self._desk = desk
-        self._store = store
         self._tidying = tidying
-        self._place = place
         self._numbers = itertools.count(1)
         self._number = 0
         """Of the attempt whose payloads are being named: never used twice."""
@@ -68,7 +65,7 @@ class Putting:
     def _payload(self, seat: Seat, key: str, field: str) -> str:
         """Where a field is put. The last '/' is the one between sample and field."""
         field = field.replace("%", "%25").replace("/", "%2F")
-        return f"{self._place}/{seat.id}/{self._number}/{key}/{field}"
+        return f"{self._desk.keys.place}/{seat.id}/{self._number}/{key}/{field}"
 
     async def put(self, items: Sequence[Item], deadline: float) -> dict[str, bool]:
         """Add samples; tells which were new."""
@@ -117,15 +114,13 @@ class Putting:
             key: {name: self._payload(seat, key, name) for name in some}
             for key, some in fields.items()
         }
-        values = {
-            places[key][name]: value
-            for key, some in fields.items()
-            for name, value in some.items()
-        }
+        values: dict[str, object] = {}
+        for key, some in fields.items():
+            values |= {places[key][name]: value for name, value in some.items()}
         if not values:
             return {}
         try:
-            refs = await self._store.aput(values)
+            refs = await self._desk.store.aput(values)
         except BatchFailed as error:
             await self._drop(ref for ref in error.values.values() if isinstance(ref, Ref))
             raise
@@ -266,19 +261,11 @@ class Putting:
         """Delete payloads that no record speaks of. Does its best: `tidy` finds the rest."""
         if gone := list(refs):
             with contextlib.suppress(Exception):
-                await self._store.adelete(gone)
+                await self._desk.store.adelete(gone)
 
 
 def _check(items: Sequence[Item]) -> None:
-    keys = [one.key for one in items]
-    if (
-        set(map(type, keys)) != {str}
-        or not "".join(keys).isprintable()
-        or "" in keys
-        or max(map(len, keys)) * 4 > MAX_KEY_BYTES
-    ):
-        for key in keys:
-            check_key(key)
+    keys = [check_key(one.key) for one in items]
     if len(set(keys)) != len(keys):
         (twice, _), *_ = Counter(keys).most_common(1)
         raise Mistake(f"{twice!r} is given twice", key=twice)

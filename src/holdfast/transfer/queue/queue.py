@@ -48,9 +48,9 @@ Tasks = Mapping[str, Iterable[str]] | Sequence[str]
 class Parts:
     """What a queue is put together from: a factory for each of its parts."""
 
-    desk: Callable[[Runtime, Keys, str, float, Timeouts], Desk] = Desk
+    desk: Callable[[Runtime, Keys, Store, str, float, Timeouts], Desk] = Desk
     putting: type[Putting] = Putting
-    claiming: Callable[[Desk, Store, Tidying, str, Seat], Claiming] = Claiming
+    claiming: Callable[[Desk, Tidying, str, Seat], Claiming] = Claiming
     tidying: type[Tidying] = Tidying
 
 
@@ -80,20 +80,18 @@ class Queue:
         and `lease_s` is theirs, unless told.
         """
         self.name = name
-        self._place = f"{run}/{name}"
-        check_key(self._place)
+        self.keys = Keys(run, name)
+        check_key(self.keys.place)
         if not member or "/" in member or not member.isprintable():
             raise Mistake(f"{member!r}: a member has a plain name without '/'")
         self._wanted = _config(tasks, max_samples, max_bytes)
         self.runtime = runtime or LiveRuntime(ledger)
-        self._store = store
-        self.keys = Keys(run, name)
         self.timeouts = times = timeouts or ledger.timeouts
         self._lease_s = times.member_lease_s if lease_s is None else lease_s
         self._parts = parts
-        self._desk = parts.desk(self.runtime, self.keys, member, self._lease_s, times)
-        self._tidying = parts.tidying(self._desk, store, self._place)
-        self._putting = parts.putting(self._desk, store, self._tidying, self._place)
+        self._desk = parts.desk(self.runtime, self.keys, store, member, self._lease_s, times)
+        self._tidying = parts.tidying(self._desk)
+        self._putting = parts.putting(self._desk, self._tidying)
         self._at_work: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -192,7 +190,7 @@ class Queue:
 
         async def in_one_life() -> Batch:
             seat = await self._desk.seat()
-            claiming = self._parts.claiming(self._desk, self._store, self._tidying, task, seat)
+            claiming = self._parts.claiming(self._desk, self._tidying, task, seat)
             if n is None:
                 return await claiming.exactly(list(keys or ()), deadline)
             return await claiming.some(n, least or n, sampler, max_lag, version, deadline, apart)
@@ -218,7 +216,7 @@ class Queue:
         self, samples: Sequence[Sample], fields: Iterable[str] | None = None
     ) -> list[dict[str, Any]]:
         """The fields of samples, claimed or not. Raises `BatchFailed` naming what is missing."""
-        return await fetch(self._store, samples, fields)
+        return await fetch(self._desk.store, samples, fields)
 
     def behind(self) -> dict[str, int]:
         """How many samples each task has not finished, as far as this process knows."""

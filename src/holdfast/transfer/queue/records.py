@@ -180,6 +180,8 @@ class Keys:
         if not all(part and part.isprintable() and "/" not in part for part in (run, name)):
             raise Mistake(f"{run!r} and {name!r}: a run and a queue have plain names without '/'")
         self.prefix = join("runs", run, "queue", name) + "/"
+        self.place = f"{run}/{name}"
+        """What the keys of its payloads in a store begin with."""
         self.config = self.prefix + "config"
         self.head = self.prefix + "head"
         self.barrier = self.prefix + "barrier"

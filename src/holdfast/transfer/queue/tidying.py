@@ -14,8 +14,6 @@ from holdfast.ledger.records import Record, put
 from holdfast.transfer.frame import Ref
 from holdfast.transfer.queue.desk import Change, Desk
 from holdfast.transfer.queue.records import Block, Freed, bits, done, mask, text
-from holdfast.transfer.queue.view import BlockView
-from holdfast.transfer.store import Store
 
 __all__ = ["Tidying"]
 
@@ -28,10 +26,8 @@ class Tidying:
     remember = 100
     """Finished blocks whose keys are remembered."""
 
-    def __init__(self, desk: Desk, store: Store, place: str) -> None:
+    def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._store = store
-        self._place = place
 
     async def free(self, blocks: Iterable[int]) -> None:
         """Delete the payloads of samples that every task is done with, and finished blocks."""
@@ -43,14 +39,10 @@ class Tidying:
             with contextlib.suppress(HoldfastError):  # `tidy` tries again
                 places = desk.plan.freeable(desk.view, block)
                 if places:
-                    if refs := self._refs(block, places):
-                        await self._store.adelete(refs)
+                    refs = [ref for place in bits(places) for ref in block.refs(place)]
+                    await desk.store.adelete(refs)
                     await self._mark(number, places)
                 await self._finish(number)
-
-    @staticmethod
-    def _refs(block: BlockView, places: int) -> list[Ref]:
-        return [ref for place in bits(places) for ref in block.refs(place)]
 
     async def _mark(self, number: int, places: int) -> None:
         desk = self._desk
@@ -100,7 +92,7 @@ class Tidying:
             await desk.runtime.ledger.txn([], [Delete(key)], [])
         await self._strays()
         await self._orphans()
-        await self._store.atrim()
+        await desk.store.atrim()
 
     async def _strays(self) -> None:
         """Release claims of this life that nobody here has: their answers were lost."""
@@ -134,8 +126,8 @@ class Tidying:
         not a member there had joined before it put them, so it has left; and what it recorded
         before it left is in the view.
         """
-        desk, place = self._desk, self._place
-        found = [one async for one in self._store.ascan(f"{place}/")]
+        desk, place = self._desk, self._desk.keys.place
+        found = [one async for one in desk.store.ascan(f"{place}/")]
         if not found:
             return
         barrier = put(desk.keys.barrier, Record())
@@ -154,4 +146,4 @@ class Tidying:
             and one.key.removeprefix(f"{place}/").partition("/")[0] not in desk.view.members
         ]
         if gone:
-            await self._store.adelete(gone)
+            await desk.store.adelete(gone)

@@ -117,10 +117,7 @@ class BlockView:
     def nbytes(self) -> int:
         """Bytes of the payloads that are still there."""
         if self._nbytes < 0:
-            if self.freed == 0:
-                self._nbytes = sum(one.nbytes for one in self.samples if one.fields)
-            else:
-                self._nbytes = sum(self.samples[at].nbytes for at in bits(self.all & ~self.freed))
+            self._nbytes = sum(self.samples[at].nbytes for at in bits(self.all & ~self.freed))
         return self._nbytes
 
     def set_freed(self, entry: Entry | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.errors import Gone, Mistake, Unavailable
+from holdfast.errors import Gone, Mistake, NotFound, Unavailable
 from holdfast.timeouts import DEFAULTS
 from holdfast.transfer.backend import Backend, Bytes, Frame, Stat, Stored
 from holdfast.transfer.frame import Ref
@@ -95,26 +95,15 @@ class ShmBackend(Backend):
     def _find(self, wanted: Mapping[str, Ref | str]) -> tuple[list[Found], list[Any]]:
         """Values of the right generations; and an answer with the errors filled in."""
         keys = list(wanted)
-        found, errors = self.session().look_up(keys)
+        found, missing = self.session().look_up(keys)
         answer: list[Any] = [None] * len(keys)
-        for which, error in errors.items():
-            answer[which] = error
+        for which in missing:
+            answer[which] = NotFound("nothing is there")
         meant = [one.generation if type(one) is Ref else 0 for one in wanted.values()]
         if any(meant):
             all_meant = np.array(meant, np.int64)
-            found = [self._meant(one, all_meant, keys, answer) for one in found]
+            found = [_meant(one, all_meant, answer) for one in found]
         return found, answer
-
-    def _meant(self, found: Found, meant: Ints, keys: list[str], answer: list[Any]) -> Found:
-        batch, positions, which = found
-        right = (meant[which] == 0) | (meant[which] == batch.generations(positions))
-        for one in which[~right].tolist():
-            answer[one] = Gone(
-                f"{keys[one]}: the value that is meant is no longer there; another one is in its "
-                "place",
-                key=keys[one],
-            )
-        return batch, positions[right], which[right]
 
     @contextlib.contextmanager
     def view(
@@ -161,7 +150,7 @@ class ShmBackend(Backend):
                 again = _all_keys(burial.bury(session.locks, lower, wait=True))
                 moved = _all_keys(burial.bury(session.locks, doomed, wait=True))
             except Unavailable as error:
-                return answer | {key: Unavailable(f"{key}: {error}", key=key) for key in left}
+                return answer | dict.fromkeys(left, Unavailable(str(error)))
             with session.mutex:
                 index = session.catalog.index
                 for batch, positions in (*lower, *doomed):
@@ -170,9 +159,7 @@ class ShmBackend(Backend):
             left = {key: wanted[key] for key in again | moved}
             if not left:
                 return answer
-        return answer | {
-            key: Unavailable(f"{key} is moved faster than it is found", key=key) for key in left
-        }
+        return answer | dict.fromkeys(left, Unavailable("it is moved faster than it is found"))
 
     def _doomed(
         self, session: Session, wanted: Mapping[str, int | None]
@@ -183,7 +170,7 @@ class ShmBackend(Backend):
             found, _ = session.look_up(keys)
             if any(wanted.values()):
                 meant = np.fromiter((one or 0 for one in wanted.values()), np.int64, len(keys))
-                found = [self._meant(one, meant, keys, [None] * len(keys)) for one in found]
+                found = [_meant(one, meant, [None] * len(keys)) for one in found]
             index = session.catalog.index
             lower: list[int] = []
             if index.older:
@@ -200,8 +187,8 @@ class ShmBackend(Backend):
 
     def exists(self, keys: Sequence[str]) -> Mapping[str, bool | Exception]:
         """Whether something is there."""
-        _, errors = self.session().look_up(list(keys))
-        return {key: which not in errors for which, key in enumerate(keys)}
+        absent = set(self.session().look_up(list(keys))[1])
+        return {key: which not in absent for which, key in enumerate(keys)}
 
     def scan(self, prefix: str) -> Iterator[Stored]:
         """All keys with this beginning."""
@@ -237,6 +224,15 @@ class ShmBackend(Backend):
         if self._session is not None:
             self._session.close()
             self._session = None
+
+
+def _meant(found: Found, meant: Ints, answer: list[Any]) -> Found:
+    """Those of the right generations (0: any); the others are gone, says the answer."""
+    batch, positions, which = found
+    right = (meant[which] == 0) | (meant[which] == batch.generations(positions))
+    for one in which[~right].tolist():
+        answer[one] = Gone("the value that is meant is no longer there; another is in its place")
+    return batch, positions[right], which[right]
 
 
 def _in_order(which: Ints, positions: Ints) -> bool:

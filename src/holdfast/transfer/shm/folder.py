@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -236,11 +235,6 @@ def remove(name: str, *, force: bool = False) -> bool:
             locks.abandon()
     else:
         raise Unavailable(f"{folder} is made again and again while it is removed")
-    for one in _gone():
+    for one in _base().glob(f"{_GONE}*"):  # also what somebody was killed over
         shutil.rmtree(one, ignore_errors=True)
     return True
-
-
-def _gone() -> Iterator[Path]:
-    """Folders that are being removed, also by somebody who was killed over it."""
-    return (one for one in _base().iterdir() if one.name.startswith(_GONE))

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from holdfast.transfer.frame import ALIGN
+from holdfast.transfer.frame import ALIGN, aligned
 
 __all__ = [
     "HEADER",
@@ -34,7 +34,6 @@ __all__ = [
     "PAGE",
     "Header",
     "Ints",
-    "aligned",
     "costs",
     "make_directory",
     "make_header",
@@ -81,11 +80,6 @@ class Header(msgspec.Struct, frozen=True):
     """Of all values; 0: each has its own, in the directory."""
     stamp: int
     directory_sum: int
-
-
-def aligned(size: int) -> int:
-    """The next multiple of 64."""
-    return (size + ALIGN - 1) // ALIGN * ALIGN
 
 
 def page_up(size: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast import faults
-from holdfast.errors import Corrupt, Gone, NoRoom, NotFound, TooLarge
+from holdfast.errors import Corrupt, Gone, NoRoom, TooLarge
 from holdfast.transfer.backend import Bytes, Frame
 from holdfast.transfer.frame import ALIGN
 from holdfast.transfer.rows import RowFrames
@@ -73,21 +73,21 @@ class Session:
 
     # Reading
 
-    def look_up(self, keys: list[str]) -> tuple[list[Found], dict[int, Exception]]:
-        """What is there under these keys, and an error for each under which nothing is."""
+    def look_up(self, keys: list[str]) -> tuple[list[Found], list[int]]:
+        """What is there under these keys, and under which of them nothing is."""
         with self.mutex:
             self.catalog.refresh()
             if not self.writer.slots:
                 self.catalog.index.losers.clear()  # writers see to them
             found, absent = self.catalog.index.look_up(keys)
-            errors: dict[int, Exception] = {}
+            missing = []
             for which in absent:
                 batch, position = self._settle(keys[which])
                 if batch is None:
-                    errors[which] = NotFound(f"{keys[which]}: nothing is there", key=keys[which])
+                    missing.append(which)
                 else:
                     found.append((batch, np.array([position]), np.array([which])))
-            return found, errors
+            return found, missing
 
     def _settle(self, key: str) -> tuple[Batch | None, int]:
         """What is there under a key, looked at again as long as it moves about."""
@@ -114,21 +114,15 @@ class Session:
         with self.writing:
             while at < len(keys):
                 cost = int(each[at])
-                refused: Exception | None = None
                 if cost >= too_much or refusals == _REFUSALS:
-                    refused = NoRoom(
-                        f"{keys[at]}: no room for its {sizes[at]} bytes", key=keys[at]
-                    )
-                else:
-                    try:
-                        to = self._put_some(keys, items, sizes, ends, at)
-                    except (NoRoom, TooLarge) as error:
-                        refused = type(error)(f"{keys[at]}: {error}", key=keys[at])
-                        too_much, refusals = min(too_much, cost), refusals + 1
-                if refused is not None:
-                    answer[keys[at]] = refused
-                    to = at + 1
-                at = to
+                    answer[keys[at]] = NoRoom(f"no room for its {sizes[at]} bytes")
+                    at += 1
+                    continue
+                try:
+                    at = self._put_some(keys, items, sizes, ends, at)
+                except (NoRoom, TooLarge) as error:
+                    answer[keys[at]] = type(error)(str(error))  # one without a traceback
+                    too_much, refusals, at = min(too_much, cost), refusals + 1, at + 1
             with self.mutex:
                 self.catalog.refresh()
                 losers, self.catalog.index.losers = self.catalog.index.losers, []
