@@ -77,9 +77,8 @@ class Front:
         metrics: Callable[[], bytes] = lambda: b"",
         *,
         access_log: bool = True,
-        strangers: Strangers | None = None,
     ) -> None:
-        self._strangers = strangers or Strangers(time.monotonic)
+        self._strangers = Strangers(time.monotonic)
         self._guests = guests
         self._routes = routes
         self._desk = desk
@@ -104,8 +103,7 @@ class Front:
         except _TooOften as error:
             await visit.answer(answers.too_often(error.wait_s))
         except Denied as error:
-            answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
-            await visit.answer(answer)
+            await visit.answer(answers.final(401, "denied", str(error)))
         except (Retriable, UnknownOutcome) as error:
             await visit.answer(answers.late("submit", f"the ledger cannot be asked now ({error})"))
         if self._access_log:
@@ -131,15 +129,11 @@ class Front:
         elif found := _TRAINER.fullmatch(path):
             await self._pass_on(visit, unquote(found[1]), unquote(found[2]), found[3])
         else:
-            await visit.answer(
-                answers.problem(
-                    404,
-                    "no_such_path",
-                    "there is nothing at this path: trainers are below "
-                    "/training/v1/rlorTrainerJobs/<account>/<job>/, the control plane below /v1/",
-                    ("x-should-retry", "false"),
-                )
+            told = (
+                "there is nothing at this path: trainers are below "
+                "/training/v1/rlorTrainerJobs/<account>/<job>/, the control plane below /v1/"
             )
+            await visit.answer(answers.final(404, "no_such_path", told))
 
     # ---- who ---------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from holdfast.gateway.http.framing import Chunked, Decoder, Lengthed, Malformed, UntilClose
-from holdfast.gateway.http.head import FieldReader, Fields, plain
+from holdfast.gateway.http.head import FieldReader, Fields, keep_alive, plain
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.llhttp import httptools
 
@@ -55,9 +55,7 @@ def parse_answer(raw: bytes, method: str) -> Answer:
         raise Malformed(f"the answer's version is {version}")
     declared = [value for name, value in fields if name == b"content-length"]
     codings = [value for name, value in fields if name == b"transfer-encoding"]
-    options = b",".join(value for name, value in fields if name == b"connection").lower()
-    tokens = {token.strip() for token in options.split(b",")}
-    keep = b"close" not in tokens and (version == "1.1" or b"keep-alive" in tokens)
+    keep = keep_alive(fields, default=version == "1.1")
     if (codings and (declared or version == "1.0")) or len(declared) > 1 or len(codings) > 1:
         raise Malformed("the answer says in two ways where it ends")
     if declared and not _LENGTH.fullmatch(declared[0]):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from holdfast.errors import Mistake, TooLarge
@@ -20,7 +19,7 @@ from holdfast.gateway.http.intake import Intake
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pace import Pace
 from holdfast.gateway.http.serialize import CONTINUE, reply_head
-from holdfast.gateway.http.trouble import CallerLeft, Rejected
+from holdfast.gateway.http.trouble import CallerLeft, Rejected, render_json
 
 if TYPE_CHECKING:
     from holdfast.gateway.http.server import Server
@@ -382,7 +381,7 @@ class Connection(asyncio.Protocol):
 
     def _answer_for_us(self, error: Rejected, head: Head | None) -> None:
         self._server.count(error.code)
-        fields, body = self._server.render(error.status, error.code, str(error))
+        fields, body = render_json(error.status, error.code, str(error))
         start = reply_head(
             error.status, fields, length=len(body), chunked=False, close=True, minor=1
         )
@@ -421,7 +420,3 @@ class Connection(asyncio.Protocol):
     def _left(self) -> None:
         if self._exchange is not None:
             self._exchange.fail(CallerLeft("the caller has closed its connection"))
-
-
-Render = Callable[[int, str, str], tuple[tuple[tuple[bytes, bytes], ...], bytes]]
-"""Status, code and message of a refusal as header fields and a body."""

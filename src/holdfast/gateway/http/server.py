@@ -10,17 +10,14 @@ import ssl as tls
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from holdfast.errors import Mistake
-from holdfast.gateway.http.connection import Connection, Render
+from holdfast.gateway.http.connection import Connection
 from holdfast.gateway.http.exchange import Exchange
-from holdfast.gateway.http.head import Fields
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pool import Pool
 from holdfast.gateway.http.shares import Shares
 
-__all__ = ["Handler", "Server", "render_json"]
+__all__ = ["Handler", "Server"]
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Record = Callable[[Exception, Exchange], None]
@@ -29,15 +26,6 @@ _BACKLOG = 1024
 _TICKS_PER_TIME = 4
 _TICK_MOST_S = 0.5
 """How late a bound of `Limits` may be kept, at most: the clock of the engine, no setting."""
-
-
-def render_json(status: int, code: str, message: str) -> tuple[Fields, bytes]:
-    """A refusal by the engine itself, as JSON."""
-    body = msgspec.json.encode({"error": {"code": code, "message": message}})
-    extra: Fields = ((b"retry-after", b"1"),) if status == 503 else ()
-    if status == 405:
-        extra = ((b"allow", b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),)
-    return ((b"content-type", b"application/json"), *extra), body
 
 
 def _report(error: Exception, exchange: Exchange) -> None:
@@ -54,15 +42,12 @@ class Server:
         handler: Handler,
         *,
         limits: Limits | None = None,
-        pool: Pool | None = None,
-        render: Render = render_json,
         record: Record = _report,
     ) -> None:
         self.handler = handler
         self.limits = limits or Limits()
         self.limits.check()
-        self.pool = pool or Pool(self.limits)
-        self.render = render
+        self.pool = Pool(self.limits)
         self.record = record
         self.counts: Counter[str] = Counter()
         """How often the engine refused or cut something, by code."""
