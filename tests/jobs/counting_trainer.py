@@ -104,8 +104,8 @@ class Counting:
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
-        self._keys = Keys(incarnation.run, incarnation.account, incarnation.job)
-        self._delay_s, self._hold_s, self._order_s = delay_s, hold_s, order_s
+        self.keys = Keys(incarnation.run, incarnation.account, incarnation.job)
+        self.delay_s, self.hold_s, self.order_s = delay_s, hold_s, order_s
         self.engine_dead = False
         """For tests of what a probe finds out: everything answers, nothing computes."""
 
@@ -157,12 +157,12 @@ class Counting:
         """Do what training calls need, without counting: read and compute."""
         if self.engine_dead:
             return problem(500, "engine", "the engine has died")
-        await self._ledger.get(self._keys.root + "probe")
+        await self._ledger.get(self.keys.root + "probe")
         return reply(200, {"type": "probe", "computed": outputs([3])[0][0]})
 
     async def _create(self, ask: Mapping[str, Any]) -> Reply:
         model = f"{ask['session_id']}-{ask['model_seq_id']}"
-        key = self._keys.model(model)
+        key = self.keys.model(model)
         while await self._ledger.get(key) is None:
             if await self._commit([absent(key)], [Put(key, b"0")], key) is None:
                 return self._replaced()
@@ -170,7 +170,7 @@ class Counting:
 
     async def _info(self, ask: Mapping[str, Any]) -> Reply:
         model = str(ask["model_id"])
-        if await self._ledger.get(self._keys.model(model)) is None:
+        if await self._ledger.get(self.keys.model(model)) is None:
             return problem(404, "no_such_model", f"there is no model {model[:80]}")
         data = {"arch": "counting", "model_name": MODEL, "tokenizer_id": MODEL}
         return reply(200, {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": 1})
@@ -181,9 +181,9 @@ class Counting:
         model, seq = str(ask["model_id"]), int(ask["seq_id"])
         if seq < 1:
             return problem(400, "bad_request", f"operations are numbered from 1, not {seq}")
-        key, counter = self._keys.op(model, seq), self._keys.model(model)
+        key, counter = self.keys.op(model, seq), self.keys.model(model)
         promise = reply(200, {"request_id": f"{model}:{seq}", "model_id": model})
-        until = time.monotonic() + self._order_s
+        until = time.monotonic() + self.order_s
         while True:
             found = await self._ledger.txn((), [Get(key), Get(counter)])
             op, count = found.results
@@ -214,7 +214,7 @@ class Counting:
                 "lengths": ask.get("lengths", []),
                 "path": ask.get("path"),
                 "sha256": ask["sha256"],
-                "ready_at": time.time() + self._delay_s,
+                "ready_at": time.time() + self.delay_s,
             }
         ).encode()
 
@@ -242,14 +242,14 @@ class Counting:
             return reply(200, {"type": kind, "model_id": model})
         if not model or not what.isdecimal():
             return problem(404, "no_such_future", f"there is no future {request[:80]}")
-        entry = await self._ledger.get(self._keys.op(model, int(what)))
+        entry = await self._ledger.get(self.keys.op(model, int(what)))
         if entry is None:
             return problem(404, "no_such_future", f"there is no future {request[:80]}")
         record = json.loads(entry.value)
         rest_s = record["ready_at"] - time.time()
         if rest_s > 0:
-            await asyncio.sleep(min(rest_s, self._hold_s))
-            if rest_s > self._hold_s:
+            await asyncio.sleep(min(rest_s, self.hold_s))
+            if rest_s > self.hold_s:
                 return reply(408, {"queue_state": "active", "queue_state_reason": "counting"})
         return result(record, model, protobuf=protobuf)
 

@@ -168,7 +168,7 @@ class Front:
             job,
             answers.kind_of(path),
             forward,
-            lambda: not exchange.gone.is_set(),
+            lambda: not exchange.gone,
             harmless=exchange.head.method in ("GET", "HEAD"),
             abandon=exchange.abandon,
         )

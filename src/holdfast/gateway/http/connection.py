@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         if self._server.stopping:
             self.stop()
         elif self._server.connections > self.limits.connections * 9 // 8:
-            self._server.count("too_many_connections")
+            self._server.counts["too_many_connections"] += 1
             transport.abort()  # too many even for being told so
         elif not room:
             self._refuse(Rejected(503, "too_many_connections", "there are too many connections"))
@@ -149,24 +149,24 @@ class Connection(asyncio.Protocol):
             elif not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    def must_close(self, *, drains: bool = False) -> bool:
-        """Whether the connection has to close after an answer that begins now. `drains`:
-        a little that is left of the request's body may be read and dropped."""
-        exchange, intake = self._exchange, self._intake
-        if exchange is None or not exchange.head.keep_alive or self._stopping:
+    def begin_answer(self, *, drains: bool = False, close: bool = False) -> bool:
+        """The head of an answer is about to be written; returns whether the connection closes
+        after it. `drains`: a little that is left of the request's body may be read and dropped.
+        `close`: it closes in any case."""
+        assert self._exchange is not None
+        self._exchange.answered = True
+        self._exchange.closes = close or self._must_close(self._exchange, drains)
+        return self._exchange.closes
+
+    def _must_close(self, exchange: Exchange, drains: bool) -> bool:
+        head, intake = exchange.head, self._intake
+        if not head.keep_alive or self._stopping:
             return True
         if intake is None:
             return False
-        length = exchange.head.length
-        if not drains or length is None or (exchange.head.expects and not self._continued):
+        if not drains or head.length is None or (head.expects and not self._continued):
             return True
-        return length - intake.received_bytes > self.limits.drain_bytes
-
-    def begin_answer(self, *, close: bool) -> None:
-        """The head of an answer is about to be written."""
-        assert self._exchange is not None
-        self._exchange.answered = True
-        self._exchange.closes = close
+        return head.length - intake.received_bytes > self.limits.drain_bytes
 
     def cut(self) -> None:
         """End the connection so that the caller cannot take a part for the whole."""
@@ -222,7 +222,7 @@ class Connection(asyncio.Protocol):
             assert self._transport is not None
             out = self._written_bytes - self._transport.get_write_buffer_size()
             if self._writing_pace.too_slow(out, now):
-                self._server.count("slow_reader")
+                self._server.counts["slow_reader"] += 1
                 self.cut()
                 return
         exchange, intake = self._exchange, self._intake
@@ -274,11 +274,12 @@ class Connection(asyncio.Protocol):
         self._blank = False
         try:
             head = parse_request(raw, self.limits)
-            if not self._server.begin_request():
+            if self._server.requests >= self.limits.requests:
                 raise Rejected(503, "overloaded", "there are too many requests in work")
         except Rejected as error:
             self._refuse(error)
             return
+        self._server.requests += 1
         self.deadline = None
         self._continued = False
         intake = Intake(head, self.limits)
@@ -321,7 +322,7 @@ class Connection(asyncio.Protocol):
             if not exchange.answered:
                 raise Mistake("the handler returned without an answer")
         except CallerLeft:
-            self._server.count("caller_left")
+            self._server.counts["caller_left"] += 1
         except Rejected as error:
             self._reject(exchange, error)
         except TooLarge as error:
@@ -346,7 +347,7 @@ class Connection(asyncio.Protocol):
         """The handler is done with the request."""
         self._exchange = self._task = None
         exchange.discharge()
-        self._server.end_request()
+        self._server.requests -= 1
         if self._transport is None or self._transport.is_closing():
             return
         if exchange.closes or self._ending:
@@ -380,7 +381,7 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _answer_for_us(self, error: Rejected, head: Head | None) -> None:
-        self._server.count(error.code)
+        self._server.counts[error.code] += 1
         fields, body = render_json(error.status, error.code, str(error))
         start = reply_head(
             error.status, fields, length=len(body), chunked=False, close=True, minor=1

@@ -65,10 +65,6 @@ class Intake:
         """Keep more than usual: the body is wanted in one piece."""
         self._keep_bytes = max(self._keep_bytes, limit)
 
-    def exceeds(self, limit: int) -> bool:
-        """Whether more than `limit` bytes have come."""
-        return self.received_bytes > limit
-
     def kept(self) -> bytes:
         """What has passed so far, from the first byte; only while `whole`."""
         assert self.whole

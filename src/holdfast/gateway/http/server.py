@@ -136,7 +136,7 @@ class Server:
             before = connection.since - self.limits.greeting_s
             old = itertools.takewhile(lambda one: one.since <= before, self._strangers)
             if (one := next((one for one in old if not one.busy), None)) is not None:
-                self.count("too_many_strangers")
+                self.counts["too_many_strangers"] += 1
                 one.give_way()
                 return True
         return len(self._connections) <= self.limits.connections
@@ -151,21 +151,6 @@ class Server:
         self._strangers.pop(connection, None)
         if not self._connections:
             self._empty.set()
-
-    def begin_request(self) -> bool:
-        """Take a request in; False: it is one too many."""
-        if self.requests >= self.limits.requests:
-            return False
-        self.requests += 1
-        return True
-
-    def end_request(self) -> None:
-        """A request is done."""
-        self.requests -= 1
-
-    def count(self, code: str) -> None:
-        """Something was refused or cut."""
-        self.counts[code] += 1
 
     def _tick_length(self) -> float:
         limits = self.limits
