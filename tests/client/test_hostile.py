@@ -25,8 +25,9 @@ from jobs.counting_trainer import Reply, problem, reply
 from patience import HANG_S
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, QUICK, Dumb, operation, verified
+from .library import PYTHON
 from .lines import listening
-from .test_sdks import PYTHON, Library, library, process, there
+from .test_sdks import Library, library, process, there
 
 __all__ = ["library", "process", "there"]  # fixtures
 

@@ -24,27 +24,20 @@ import os
 import struct
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from holdfast import ledger as ledgers
 from holdfast.errors import UnknownOutcome
-from holdfast.jobs.fence import Fence, Incarnation
+from holdfast.jobs.fence import Incarnation
 from holdfast.ledger import Get, Ledger, Put, absent, join, value_is
 from holdfast.proc import die_with_parent
 
 PROTOBUF = "application/x-protobuf"
 MODEL = "holdfast/counting"
-NUMBERED = (
-    "forward",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "save_weights_for_sampler",
-    "load_weights",
-)
+NUMBERED = ("forward", "forward_backward", "optim_step", "save_weights")
 MAX_BODY_BYTES = 64 << 20
 _STEP_S = 0.02
 
@@ -56,7 +49,6 @@ class Keys:
         self.root = join("runs", run, "counting", account, job) + "/"
         self.models = self.root + "models/"
         self.ops = self.root + "ops/"
-        self.sessions = self.root + "sessions/"
 
     def model(self, model: str) -> str:
         """How many operations the model has had, as digits."""
@@ -286,12 +278,8 @@ def result(record: Mapping[str, Any], model: str, *, protobuf: bool) -> Reply:
     op, seq = record["op"], record["seq"]
     if op == "optim_step":
         return reply(200, {"type": "optim_step", "metrics": {"step:max": float(seq)}})
-    if op in ("save_weights", "save_weights_for_sampler"):
-        folder = "weights" if op == "save_weights" else "sampler_weights"
-        name = record["path"] or f"step-{seq}"
-        return reply(200, {"type": op, "path": f"tinker://{model}/{folder}/{name}"})
-    if op == "load_weights":
-        return reply(200, {"type": op, "path": record["path"]})
+    if op == "save_weights":
+        return reply(200, {"type": op, "path": f"tinker://{model}/weights/{record['path']}"})
     values = outputs(record["lengths"])
     metrics = {"loss:sum": -sum(map(sum, values)), "seq:max": float(seq)}
     if protobuf:
@@ -322,43 +310,10 @@ def _message(values: list[list[float]], metrics: Mapping[str, float]) -> bytes:
 
 # ---- the program ---------------------------------------------------------------
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class App:
-    """`Counting` as an ASGI application."""
-
-    def __init__(self, counting: Counting) -> None:
-        self._counting = counting
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        assert scope["type"] == "http"
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # the other side has gone
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-            assert len(body) <= MAX_BODY_BYTES
-        headers = {
-            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
-        }
-        answer = await self._counting.answer(scope["method"], scope["path"], headers, body)
-        given = [("content-type", answer.content_type), ("content-length", str(len(answer.body)))]
-        given.extend(answer.headers)
-        coded = [(name.encode(), text.encode()) for name, text in given]
-        await send({"type": "http.response.start", "status": answer.status, "headers": coded})
-        await send({"type": "http.response.body", "body": answer.body})
-
 
 async def main() -> None:
     """Serve until the parent ends, or SIGTERM."""
-    uvicorn = import_module("uvicorn")
+    web = import_module("aiohttp").web
     incarnation = Incarnation.from_env()
     given = {
         name: float(os.environ[f"COUNTING_{name.upper()}"])
@@ -366,16 +321,22 @@ async def main() -> None:
         if f"COUNTING_{name.upper()}" in os.environ
     }
     async with ledgers.open(os.environ["HOLDFAST_LEDGER"]) as ledger:
-        app = Fence(App(Counting(ledger, incarnation, **given)), incarnation)
-        config = uvicorn.Config(
-            app,
-            host="127.0.0.1",
-            port=int(os.environ["PORT"]),
-            lifespan="off",
-            log_level="warning",
-            timeout_graceful_shutdown=2,
-        )
-        await uvicorn.Server(config).serve()
+        counting = Counting(ledger, incarnation, **given)
+
+        async def handle(request: Any) -> Any:
+            if not incarnation.is_meant(request.raw_headers):
+                return web.Response(status=421, headers={"connection": "close"})
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            answer = await counting.answer(
+                request.method, request.path, headers, await request.read()
+            )
+            told = {"content-type": answer.content_type, **dict(answer.headers)}
+            return web.Response(status=answer.status, body=answer.body, headers=told)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", handle)
+        port = int(os.environ["PORT"])
+        await web._run_app(app, host="127.0.0.1", port=port, print=None, shutdown_timeout=2)
 
 
 if __name__ == "__main__":

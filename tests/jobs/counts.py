@@ -50,17 +50,15 @@ async def applied(ledger: Ledger, run: str, account: str, job: str) -> dict[str,
 
 
 async def assert_exactly_once(
-    ledger: Ledger, run: str, account: str, job: str, *, expected: dict[str, int] | None = None
+    ledger: Ledger, run: str, account: str, job: str
 ) -> dict[str, list[Applied]]:
-    """Every model has had the operations 1 to n, each once, in order (n as `expected`)."""
+    """Every model has had the operations 1 to n, each once, in order."""
     models = await applied(ledger, run, account, job)
     for name, ops in models.items():
         seqs = [op.seq for op in ops]
         assert seqs == list(range(1, len(seqs) + 1)), f"{name}: {seqs}"
         epochs = [op.epoch for op in ops]
         assert epochs == sorted(epochs), f"{name}: an older incarnation acted later: {epochs}"
-    if expected is not None:
-        assert {name: len(ops) for name, ops in models.items()} == expected
     return models
 
 

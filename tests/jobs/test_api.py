@@ -13,6 +13,7 @@ from holdfast.jobs.logs import Logs
 from holdfast.jobs.records import Checkpoint, Host
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import put
+from jobs.hosts import left_running
 
 JOBS = "/v1/accounts/a/rlorTrainerJobs"
 
@@ -78,10 +79,13 @@ async def test_the_way_of_a_job(caller: Caller, announced: list[tuple[str, str]]
     assert (await caller.ask("POST", JOBS, "rlorTrainerJobId=j-1", {})).status == 409
 
 
-async def test_lists_have_pages(caller: Caller) -> None:
-    for number in range(5):
+async def test_lists_have_pages(caller: Caller, jobs: Jobs) -> None:
+    """In the order of ids; tombstones are left out, and a page of them does not end the list."""
+    for number in range(6):
         await caller.ok("POST", JOBS, f"rlorTrainerJobId=j{number}", {})
-    await caller.ok("DELETE", f"{JOBS}/j1")
+    await jobs.create("b", "other", {})
+    for name in ("j0", "j1", "j3"):
+        await caller.ok("DELETE", f"{JOBS}/{name}")
     got, token = [], ""
     for _ in range(10):
         page = await caller.ok("GET", JOBS, f"pageSize=2&pageToken={token}")
@@ -89,9 +93,9 @@ async def test_lists_have_pages(caller: Caller) -> None:
         token = page["nextPageToken"]
         if not token:
             break
-    assert got == ["j0", "j2", "j3", "j4"]
+    assert got == ["j2", "j4", "j5"]
     everything = await caller.ok("GET", JOBS, "showDeleted=1")
-    assert len(everything["rlorTrainerJobs"]) == 5
+    assert len(everything["rlorTrainerJobs"]) == 6
 
 
 async def test_accounts_do_not_see_each_other(api: Api, caller: Caller) -> None:
@@ -113,6 +117,17 @@ async def test_accounts_do_not_see_each_other(api: Api, caller: Caller) -> None:
         assert theirs.status == 404
     assert (await other.ok("GET", "/v1/accounts"))["accounts"][0]["name"] == "accounts/b"
     assert (await caller.ok("GET", f"{JOBS}/j"))["state"] == "JOB_STATE_PENDING"
+    theirs = JOBS.replace("accounts/a", "accounts/b")
+    await other.ok("POST", theirs, "rlorTrainerJobId=j", {})
+
+
+async def test_running_ends_with_the_lease_also_without_another_host(
+    caller: Caller, jobs: Jobs
+) -> None:
+    """A trainer that died silently with the only host stops being RUNNING for those who ask."""
+    _, lease = await left_running(jobs, "a", 5.0)
+    await jobs.runtime.ledger.revoke(lease)
+    assert (await caller.ok("GET", f"{JOBS}/j"))["state"] != "JOB_STATE_RUNNING"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +144,9 @@ async def test_accounts_do_not_see_each_other(api: Api, caller: Caller) -> None:
         ("GET", JOBS, "pageSize=x", b"", 400),
         ("GET", JOBS, "pageSize=-1", b"", 400),
         ("GET", JOBS, "pageSize=" + "9" * 5000, b"", 400),
+        ("GET", JOBS, "pageSize=" + "0" * 20 + "9" * 30, b"", 400),
+        ("GET", JOBS, f"pageSize={1 << 62}", b"", 400),
+        ("GET", JOBS, "&".join(["a=1"] * 40), b"", 400),
         ("GET", f"{JOBS}/nothing", "", b"", 404),
         ("GET", f"{JOBS}/%2e%2e", "", b"", 400),
         ("PUT", JOBS, "", b"", 405),
