@@ -313,7 +313,7 @@ def _message(values: list[list[float]], metrics: Mapping[str, float]) -> bytes:
 
 async def main() -> None:
     """Serve until the parent ends, or SIGTERM."""
-    web = import_module("aiohttp").web
+    web = import_module("aiohttp.web")
     incarnation = Incarnation.from_env()
     given = {
         name: float(os.environ[f"COUNTING_{name.upper()}"])
@@ -335,8 +335,10 @@ async def main() -> None:
 
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", handle)
-        port = int(os.environ["PORT"])
-        await web._run_app(app, host="127.0.0.1", port=port, print=None, shutdown_timeout=2)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", int(os.environ["PORT"])).start()
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -257,21 +257,21 @@ def _spec(body: bytes) -> dict[str, Any]:
         raise TooLarge(f"a job's description has {len(body)} bytes; the limit is {BODY_BYTES}")
     try:
         spec = msgspec.json.decode(body or b"{}")
+        deep = _depth(spec) > DEPTH_MAX
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Mistake(f"the body is not JSON: {error}") from None
     if not isinstance(spec, dict):
         raise Mistake("the body is a JSON object: the job's description")
-    level: list[Any] = [spec]
-    for _ in range(DEPTH_MAX):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return spec
-    raise Mistake(f"a job's description is nested more than {DEPTH_MAX} deep")
+    if deep:
+        raise Mistake(f"a job's description is nested more than {DEPTH_MAX} deep")
+    return spec
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
 
 
 class _WrongMethod(Mistake):

@@ -70,6 +70,5 @@ async def test_two_servers_share_a_port() -> None:
     port = one.port
     await one.stop(1)
     async with calling(port) as caller:
-        await caller.send(request())
-        assert (await caller.answer()).status == 200
+        assert (await caller.ask(request())).status == 200
     await two.stop(1)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from holdfast.gateway.http import Exchange, Forwarded, Handler, Limits, Server
 
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 PATIENCE_S = 15.0
 HOST = "127.0.0.1"
 _START = re.compile(rb"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) (/[\x21-\x7e]*) HTTP/1\.1")
@@ -33,12 +35,19 @@ class Seen:
         return dict(self.fields).get(name)
 
 
-Script = Callable[["Upstream", asyncio.StreamReader, asyncio.StreamWriter, Seen], Awaitable[None]]
+Script = Callable[["Upstream", Reader, Writer, Seen], Awaitable[None]]
 
 
-async def polite(
-    _upstream: "Upstream", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen
-) -> None:
+def says(*raw: bytes) -> Script:
+    """A script that answers with these bytes, in turn; the last of them again and again."""
+
+    async def script(up: "Upstream", _reader: Reader, writer: Writer, _seen: Seen) -> None:
+        writer.write(raw[min(len(up.seen), len(raw)) - 1])
+
+    return script
+
+
+async def polite(_upstream: "Upstream", reader: Reader, writer: Writer, seen: Seen) -> None:
     """Read the body, and answer with its size."""
     await read_body(reader, writer, seen)
     text = b"%s %s %d" % (seen.method.encode(), seen.target.encode(), len(seen.body))
@@ -61,7 +70,7 @@ class Upstream:
     def address(self) -> tuple[str, int]:
         return (HOST, self.port)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: Reader, writer: Writer) -> None:
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -146,7 +155,10 @@ class Answer:
 class Caller:
     """A caller that writes bytes as they are."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    server: Server
+    """Of a caller that came with its engine."""
+
+    def __init__(self, reader: Reader, writer: Writer) -> None:
         self.reader = reader
         self.writer = writer
 
@@ -186,6 +198,11 @@ class Caller:
             return await self.reader.readexactly(int(fields["content-length"]))
         return await self.reader.read()
 
+    async def ask(self, data: bytes, method: str = "GET") -> Answer:
+        """Send a request, and read its answer."""
+        await self.send(data)
+        return await self.answer(method)
+
     async def rest(self) -> bytes:
         """Everything until the connection closes."""
         async with asyncio.timeout(PATIENCE_S):
@@ -216,8 +233,16 @@ async def passing(
     """An upstream, an engine that passes everything on to it, and a caller of that."""
     async with upstream(script) as up:
         handler = Passing(up, **options)
-        async with gate(handler, limits) as server, calling(server.port) as caller:
+        async with called(handler, limits) as caller:
             yield up, handler, caller
+
+
+@contextlib.asynccontextmanager
+async def called(handler: Handler, limits: Limits | None = None) -> AsyncIterator[Caller]:
+    """An engine with this handler, and a caller of it."""
+    async with gate(handler, limits) as server, calling(server.port) as caller:
+        caller.server = server
+        yield caller
 
 
 async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
@@ -227,7 +252,7 @@ async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> Non
             await asyncio.sleep(0.005)
 
 
-async def read_request(reader: asyncio.StreamReader) -> Seen | None:
+async def read_request(reader: Reader) -> Seen | None:
     """The head of a request, exactly in the form in which the engine may write one."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
@@ -251,9 +276,7 @@ async def read_request(reader: asyncio.StreamReader) -> Seen | None:
     return Seen(match[1].decode(), match[2].decode(), fields)
 
 
-async def read_body(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen
-) -> None:
+async def read_body(reader: Reader, writer: Writer, seen: Seen) -> None:
     """The body, as the head frames it."""
     if seen.get(b"expect") is not None:
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

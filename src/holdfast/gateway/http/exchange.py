@@ -249,12 +249,7 @@ def _host(upstream: Upstream) -> bytes:
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
 
 
-_dated: tuple[int, bytes] = (0, b"")
-
-
+@functools.lru_cache(maxsize=1)
 def _date(now: int) -> bytes:
     """The time as answers say it; the same bytes for a second."""
-    global _dated
-    if _dated[0] != now:
-        _dated = (now, email.utils.formatdate(now, usegmt=True).encode())
-    return _dated[1]
+    return email.utils.formatdate(now, usegmt=True).encode()

@@ -28,17 +28,6 @@ class Sink(Protocol):
 class Intake:
     """See the module."""
 
-    __slots__ = (
-        "_decoder",
-        "_keep_bytes",
-        "_kept",
-        "_limits",
-        "complete",
-        "received_bytes",
-        "sink",
-        "whole",
-    )
-
     def __init__(self, head: Head, limits: Limits) -> None:
         self._limits = limits
         self._decoder: Decoder = (
