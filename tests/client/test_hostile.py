@@ -27,9 +27,6 @@ from patience import HANG_S
 from .dumb import ACCOUNT, JOB, KEY, LOST, QUICK, Dumb, operation, verified
 from .library import PYTHON
 from .lines import listening
-from .test_sdks import Library, library, process, there
-
-__all__ = ["library", "process", "there"]  # fixtures
 
 
 @contextlib.asynccontextmanager
@@ -243,12 +240,6 @@ async def test_what_cannot_be_sent_is_a_mistake(client: Client, dumb: Dumb) -> N
     assert not dumb.came
 
 
-async def test_info_is_asked_for_again(client: Client, dumb: Dumb) -> None:
-    """A 404 on `get_info` is doubted like that of a poll: asking changes nothing."""
-    dumb.play("get_info", LOST, reply(200, {"model_id": "m"}))
-    assert await client.info("m") == {"model_id": "m"}
-
-
 @pytest.mark.parametrize("call", ["submit", "result"])
 async def test_an_answer_that_trickles_ends(call: str) -> None:
     """A byte every now and then does not keep a call going beyond its deadline."""
@@ -346,15 +337,6 @@ async def test_ctrl_c_ends_the_warm_up(dumb: Dumb) -> None:
     )
     assert b"MainThread" in done.stdout
     assert b"holdfast-warm-up" not in done.stdout
-
-
-def test_a_connection_that_was_refused_is_not_used_again(library: Library) -> None:
-    """An empty 400 makes the libraries open a new connection; they do with us as well."""
-    library.connect()
-    library.dumb.play("forward_backward", Reply(400, b""))
-    assert "ok" in library.do("forward_backward")
-    first, second = (one.peer for one in library.dumb.of("forward_backward"))
-    assert first != second
 
 
 CLOSED_EARLY = """

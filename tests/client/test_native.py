@@ -1,6 +1,7 @@
 """The native client: the caller's numbers, futures that can be taken up, errors that say what."""
 
 import asyncio
+import collections
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 
 from holdfast import client as clients
 from holdfast import events
-from holdfast.client import Client, Target
+from holdfast.client import Client, Doubted, Retried, Target
 from holdfast.client.addresses import proxy_of
 from holdfast.errors import Gone, HoldfastError, Mistake, NotFound, TimedOut
 from jobs.counting_trainer import Reply, problem, reply
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, Dumb
 
+PATH = f"/training/v1/rlorTrainerJobs/{ACCOUNT}/{JOB}/api/v1/"
 STEP: dict[str, Any] = {"type": "optim_step", "adam_params": {"learning_rate": 1e-4}}
 
 
@@ -79,9 +81,15 @@ async def test_the_route_gets_lost_in_between(client: Client, dumb: Dumb, tmp_pa
     assert (await future.result(timeout_s=20))["metrics"] == {"step:max": 1.0}
     assert len(dumb.of("optim_step")) == 5, "a poll led to a submit"
     events.unconfigure()
-    seen = [type(one).__name__ for one in events.read(tmp_path / "log")]
+    seen = list(events.read(tmp_path / "log"))
     # Every 404 and what became of it, every error that passed: nothing goes unsaid.
-    assert (seen.count("Doubted"), seen.count("Retried")) == (8, 4), seen
+    assert collections.Counter(map(type, seen)) == {Doubted: 8, Retried: 4}, seen
+    told = [str(one) for one in seen if isinstance(one, Doubted)]
+    assert told[:2] == [
+        "404 on submit, control plane says RUNNING, try 1, 3 s left: send again",
+        "submit of " + PATH + "optim_step succeeded after 1 404s",
+    ]
+    assert "404 on poll, control plane says RUNNING, try 1, 3 s left: poll again" in told
     assert await dumb.applied() == {name: 1}
 
 

@@ -19,7 +19,7 @@ from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
 from holdfast.proc import HeldPort, spawn
 from jobs import counts
-from jobs.counting_trainer import reply
+from jobs.counting_trainer import Reply, reply
 from patience import HANG_S
 
 from .dumb import ACCOUNT, BARE, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
@@ -266,3 +266,12 @@ def test_a_library_without_the_way_in_is_refused(library: Library) -> None:
     said = library.do("without", module=module, name=name)
     assert said["error"] == "Mistake", said
     assert said["text"].startswith(f"{version} has no ")
+
+
+def test_a_connection_that_was_refused_is_not_used_again(library: Library) -> None:
+    """An empty 400 makes the libraries open a new connection; they do with us as well."""
+    library.connect()
+    library.dumb.play("forward_backward", Reply(400, b""))
+    assert "ok" in library.do("forward_backward")
+    first, second = (one.peer for one in library.dumb.of("forward_backward"))
+    assert first != second

@@ -66,34 +66,6 @@ async def test_without_a_404_nobody_is_asked(bench: Bench) -> None:
     assert (len(bench.dumb.came), bench.dumb.asked, bench.events) == (1, 0, [])
 
 
-async def test_a_submit_recovers_while_running(bench: Bench) -> None:
-    """404s while RUNNING: the same bytes again, until it is promised; it is done once."""
-    bench.dumb.play("optim_step", LOST, LOST, LOST, LOST)
-    assert (await bench.submit()).status_code == 200
-    sent = bench.dumb.of("optim_step")
-    assert [one.status for one in sent] == [404, 404, 404, 404, 200]
-    assert {one.body for one in sent} == {operation(1)}, "not the same bytes"
-    assert await bench.applied() == 1
-    assert [str(one) for one in bench.doubted[:2]] == [
-        "404 on submit, control plane says RUNNING, try 1, 3 s left: send again",
-        "404 on submit, control plane says RUNNING, try 2, 3 s left: send again",
-    ]
-    assert [one.step for one in bench.doubted] == ["send again"] * 4 + ["recovered"]
-
-
-async def test_a_poll_is_polled_again_and_never_submitted(bench: Bench) -> None:
-    """404s on a poll while RUNNING: polled until there is a result, with a single submit."""
-    await bench.submit()
-    bench.dumb.play("retrieve_future", LOST, LOST)
-    assert (await bench.poll()).json()["metrics"] == {"step:max": 1.0}
-    assert len(bench.dumb.of("optim_step")) == 1
-    assert [one.status for one in bench.dumb.of("retrieve_future")] == [404, 404, 200]
-    assert str(bench.doubted[1]) == (
-        "404 on poll, control plane says RUNNING, try 2, 3 s left: poll again"
-    )
-    assert await bench.applied() == 1
-
-
 @pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED", "CREATING", "DELETING", ""])
 @pytest.mark.parametrize("call", ["submit", "poll"])
 async def test_what_does_not_run_fails_at_once(bench: Bench, call: str, state: str) -> None:

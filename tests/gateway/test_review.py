@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import json
 import socket
 import subprocess
 import sys
@@ -49,21 +48,6 @@ def started(folder: Path, port: int, *flags: str) -> Iterator[proc.Child]:
 
 def said(folder: Path) -> str:
     return (folder / "serve.log").read_text()
-
-
-def test_one_callers_job_does_not_end_the_host(tmp_path: Path) -> None:
-    """Every description that is accepted can be read by everybody who must."""
-    with serve(tmp_path, "--lease", "2") as service:
-        host = service.processes("host_process")[0].pid
-        for depth in range(960, 1000):
-            body = b'{"how":"silent","a":' + b"[" * depth + b"]" * depth + b"}"
-            made = service.ask("POST", f"{service.jobs()}?rlorTrainerJobId=deep-{depth}", body)
-            assert made.status in (200, 400, 503), made
-            if made.status == 200:
-                assert service.ask("GET", service.jobs(f"deep-{depth}")).status == 200
-        service.create("j")
-        service.wait("j")
-        assert [one.pid for one in service.processes("host_process")] == [host]
 
 
 def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
@@ -217,12 +201,3 @@ async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> No
         while len(asyncio.all_tasks()) > before:
             await asyncio.sleep(0.01)
         assert left <= 2 * 64, f"{left} tasks for callers that have left"
-
-
-def test_a_name_may_be_percent_encoded(tmp_path: Path) -> None:
-    """%6a is j, as the control plane says too: a 404 would not be true."""
-    with serve(tmp_path) as service:
-        service.create("j")
-        service.wait("j")
-        assert json.loads(service.ask("GET", service.jobs("%6a")).raw)["name"].endswith("/j")
-        assert service.ask("GET", service.way("%6a")).status == 200

@@ -35,6 +35,9 @@ def test_a_trainer_is_reached_on_both_paths(service: Service) -> None:
         "1",
     )
     assert "x-api-key" not in told["headers"]
+    encoded = service.ask("GET", service.way("%72eached"))
+    assert encoded.status == 200, "%72 is r, as the control plane says too"
+    assert service.ask("GET", service.jobs("%72eached")).json["name"].endswith("/reached")
     assert service.ask("GET", "/api/v1/healthz").json["job"] == "local/reached"
 
 

@@ -59,7 +59,13 @@ def caller(api: Api) -> Caller:
 
 async def test_the_way_of_a_job(caller: Caller, announced: list[tuple[str, str]]) -> None:
     """As the Fireworks SDK walks it."""
-    spec = {"serviceMode": True, "trainingConfig": {"baseModel": "m"}, "displayName": "d"}
+    deep = json.loads("[" * 31 + "]" * 31)
+    spec = {
+        "serviceMode": True,
+        "deep": deep,
+        "trainingConfig": {"baseModel": "m"},
+        "displayName": "d",
+    }
     made = await caller.ok("POST", JOBS, "rlorTrainerJobId=j-1&skipValidations=true", spec)
     assert made["name"] == "accounts/a/rlorTrainerJobs/j-1"
     assert made["state"] == "JOB_STATE_PENDING"
@@ -140,6 +146,8 @@ async def test_running_ends_with_the_lease_also_without_another_host(
         ("POST", JOBS, "rlorTrainerJobId=j", b"[]", 400),
         ("POST", JOBS, "rlorTrainerJobId=j", b"\xff", 400),
         ("POST", JOBS, "rlorTrainerJobId=j", b"[" * 60_000, 400),
+        ("POST", JOBS, "rlorTrainerJobId=j", b'{"a":%s%s}' % (b"[" * 990, b"]" * 990), 400),
+        ("POST", JOBS, "rlorTrainerJobId=j", b'{"a":%s%s}' % (b"[" * 32, b"]" * 32), 400),
         ("POST", JOBS, "rlorTrainerJobId=j", b" " * (BODY_BYTES + 1), 413),
         ("GET", JOBS, "pageSize=x", b"", 400),
         ("GET", JOBS, "pageSize=-1", b"", 400),

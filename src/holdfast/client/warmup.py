@@ -25,12 +25,11 @@ import httpx
 import msgspec
 
 from holdfast import events
-from holdfast.client.addresses import check_key, check_url, proxy_of
+from holdfast.client.addresses import check_key, check_url, proxy_of, verify
 from holdfast.client.bodies import fault_of
 from holdfast.client.control import ControlPlane
 from holdfast.client.happenings import Probed, Ready
 from holdfast.client.meaning import SHOULD_RETRY, Outcome, as_error, outcome_of, words_of
-from holdfast.client.tls import verify
 from holdfast.errors import Gone, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.events import Event
 from holdfast.jobs.records import GONE

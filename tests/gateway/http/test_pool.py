@@ -29,15 +29,3 @@ async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
         pool.give(third, address, reusable=False)
         await until(lambda: not pool.open_lines)
         pool.close()
-
-
-async def test_a_pool_that_closes_keeps_nothing() -> None:
-    """Its idle lines are closed, and nothing is kept of addresses without lines."""
-    pool = Pool(Limits())
-    with socket.create_server((HOST, 0)) as listener:
-        address = listener.getsockname()[:2]
-        line = await pool.take(address)
-        pool.give(line, address, reusable=True)
-        pool.close()
-        await until(lambda: not pool.open_lines)
-        assert not pool._books

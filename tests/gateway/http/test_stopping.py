@@ -56,19 +56,3 @@ async def test_what_is_left_at_the_deadline_is_cut() -> None:
         assert cancelled.is_set()
         assert await caller.closed()
     assert (server.connections, server.requests) == (0, 0)
-
-
-async def test_two_servers_share_a_port() -> None:
-    """With `reuse_port` several processes may serve side by side; one may stop meanwhile."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(200)
-
-    one, two = Server(handler), Server(handler)
-    await one.start(HOST, 0, reuse_port=True)
-    await two.start(HOST, one.port, reuse_port=True)
-    port = one.port
-    await one.stop(1)
-    async with calling(port) as caller:
-        assert (await caller.ask(request())).status == 200
-    await two.stop(1)

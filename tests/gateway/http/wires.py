@@ -124,6 +124,7 @@ async def gate(
         await server.stop(0.2)
     await until(lambda: not server.connections and not server.requests)
     await until(lambda: not server.pool.open_lines)
+    assert not server.pool._books, "nothing is kept of addresses without lines"
     assert not failures, failures
 
 

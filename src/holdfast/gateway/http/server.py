@@ -5,10 +5,12 @@ their connections closed; what is left at the deadline is cut.
 """
 
 import asyncio
+import contextlib
 import itertools
 import ssl as tls
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 from holdfast.errors import Mistake
 from holdfast.gateway.http.connection import Connection
@@ -17,8 +19,9 @@ from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pool import Pool
 from holdfast.gateway.http.shares import Shares
 
-__all__ = ["Handler", "Server"]
+__all__ = ["Handler", "Server", "run"]
 
+T = TypeVar("T")
 Handler = Callable[[Exchange], Awaitable[None]]
 Record = Callable[[Exception, Exchange], None]
 
@@ -109,11 +112,9 @@ class Server:
             connection.stop()
         if self._connections:
             self._empty.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await self._empty.wait()
-            except TimeoutError:
-                pass
         left = list(self._connections)
         cut = sum(connection.busy for connection in left)
         await asyncio.gather(*(connection.abandon() for connection in left))
@@ -167,3 +168,14 @@ class Server:
         for connection in list(self._connections):
             connection.tick(now)
         self._ticking = loop.call_later(self._tick_s, self._tick)
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run a program on the fastest event loop that there is here: uvloop, or asyncio's own."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
