@@ -51,15 +51,22 @@ _LEDGER = click.option(
     help="Where jobs are recorded: sqlite:///file (one machine) or etcd://host:port,… "
     "[default: a file in your state folder]",
 )
-_RUN = click.option("--run", default="default", show_default=True, help="The run's name.")
+
+
+def _shown(flag: str, name: str, default: object, about: str | None = None) -> Any:
+    """A flag whose default is shown."""
+    return click.option(flag, name, default=default, show_default=True, help=about)
+
+
+_RUN = _shown("--run", "run", "default", "The run's name.")
 
 
 @click.command()
 @_LEDGER
 @_RUN
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
-@click.option("--port", default=8700, show_default=True, help="0: any free one.")
-@click.option("--gateways", default=1, show_default=True, help="Processes that share the port.")
+@_shown("--host", "host", "127.0.0.1", "Where to listen.")
+@_shown("--port", "port", 8700, "0: any free one.")
+@_shown("--gateways", "gateways", 1, "Processes that share the port.")
 @click.option(
     "--trainer",
     "trainers",
@@ -75,9 +82,7 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     metavar="NAME=DIRECTORY",
     help="For Holdfast's own trainer: a Hugging Face model directory that may be trained.",
 )
-@click.option(
-    "--ranks", default=1, show_default=True, help="For Holdfast's own trainer: its processes."
-)
+@_shown("--ranks", "ranks", 1, "For Holdfast's own trainer: its processes.")
 @click.option(
     "--fsdp",
     is_flag=True,
@@ -96,42 +101,23 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     "keys for every account, so there must be one account only, unless you say that all are "
     "trusted.",
 )
-@click.option("--health-path", default="/api/v1/healthz", show_default=True)
-@click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
-@click.option(
+@_shown("--health-path", "health_path", "/api/v1/healthz")
+@_shown("--capacity", "capacity", 64, "Trainers at the same time.")
+@_shown(
     "--max-restarts",
     "restarts",
-    default=Budget().restarts,
-    show_default=True,
-    help="How often in an hour a trainer may die within 10 s of serving.",
+    Budget().restarts,
+    "How often in an hour a trainer may die within 10 s of serving.",
 )
 @click.option("--no-host", is_flag=True, help="Start no trainers: other machines do.")
-@click.option("--account", default="local", show_default=True, help="Made with a key, if new.")
+@_shown("--account", "account", "local", "Made with a key, if new.")
 @click.option("--tls-cert", type=click.Path(exists=True, path_type=Path))
 @click.option("--tls-key", type=click.Path(exists=True, path_type=Path))
 @click.option("--no-access-log", is_flag=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where logs and events go.")
-@click.option(
-    "--submit-wait",
-    "submit_wait_s",
-    default=DEFAULTS.submit_wait_s,
-    show_default=True,
-    help="Wait for a route: s.",
-)
-@click.option(
-    "--poll-hold",
-    "poll_hold_s",
-    default=DEFAULTS.poll_hold_s,
-    show_default=True,
-    help="Hold a poll for: s.",
-)
-@click.option(
-    "--lease",
-    "lease_s",
-    default=DEFAULTS.host_lease_s,
-    show_default=True,
-    help="A dead host is noticed after: s.",
-)
+@_shown("--submit-wait", "submit_wait_s", DEFAULTS.submit_wait_s, "Wait for a route: s.")
+@_shown("--poll-hold", "poll_hold_s", DEFAULTS.poll_hold_s, "Hold a poll for: s.")
+@_shown("--lease", "lease_s", DEFAULTS.host_lease_s, "A dead host is noticed after: s.")
 def serve(url: str | None, **given: Any) -> None:
     """Start the control plane, the gateway and a host for trainers.
 

@@ -190,11 +190,7 @@ class Caller:
             return b""
         if fields.get("transfer-encoding") == "chunked":
             assert "content-length" not in fields
-            body = b""
-            while size := int(await self.reader.readuntil(b"\r\n"), 16):
-                body += (await self.reader.readexactly(size + 2))[:-2]
-            assert await self.reader.readexactly(2) == b"\r\n"
-            return body
+            return await read_chunks(self.reader)
         if "content-length" in fields:
             return await self.reader.readexactly(int(fields["content-length"]))
         return await self.reader.read()
@@ -277,23 +273,26 @@ async def read_request(reader: Reader) -> Seen | None:
     return Seen(match[1].decode(), match[2].decode(), fields)
 
 
+async def read_chunks(reader: Reader) -> bytes:
+    """A chunked body, exactly in the form in which the engine may write one."""
+    body = b""
+    while True:
+        line = await reader.readuntil(b"\r\n")
+        assert re.fullmatch(rb"(0|[1-9a-f][0-9a-f]*)\r\n", line), f"malformed size {line!r}"
+        piece = await reader.readexactly(int(line, 16) + 2)
+        assert piece.endswith(b"\r\n")
+        if piece == b"\r\n":
+            return body
+        body += piece[:-2]
+
+
 async def read_body(reader: Reader, writer: Writer, seen: Seen) -> None:
     """The body, as the head frames it."""
     if seen.get(b"expect") is not None:
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     if seen.get(b"transfer-encoding") is not None:
         assert seen.get(b"transfer-encoding") == b"chunked"
-        pieces = []
-        while True:
-            line = await reader.readuntil(b"\r\n")
-            assert re.fullmatch(rb"(0|[1-9a-f][0-9a-f]*)\r\n", line), f"malformed size {line!r}"
-            size = int(line, 16)
-            piece = await reader.readexactly(size + 2)
-            assert piece.endswith(b"\r\n")
-            if not size:
-                break
-            pieces.append(piece[:-2])
-        seen.body = b"".join(pieces)
+        seen.body = await read_chunks(reader)
     elif (length := seen.get(b"content-length")) is not None:
         seen.body = await reader.readexactly(int(length))
     seen.whole = True

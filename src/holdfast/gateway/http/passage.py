@@ -217,7 +217,7 @@ class Passage:
         length = answer.length
         self._chunks_out = length is None and head.minor == 1
         if head.method == "HEAD" or answer.status == 304:
-            length = _declared(answer)
+            length = answer.declared
         elif answer.status == 204:
             length = None
         # The only way in which HTTP/1.0 can be told where an answer of unknown length ends.
@@ -256,11 +256,3 @@ class Passage:
         else:
             self._line.abort()
             self.on_lost(f"the upstream was silent for {self._answer_s:g} s")
-
-
-def _declared(answer: Answer) -> int | None:
-    """The length that is said, where none follows."""
-    for name, value in answer.headers:
-        if name == b"content-length":
-            return int(value)
-    return None
