@@ -17,7 +17,6 @@ It speaks enough of the Tinker protocol for the real `tinker` and `fireworks-ai`
 """
 
 import asyncio
-import hashlib
 import json
 import math
 import os
@@ -38,6 +37,17 @@ from holdfast.proc import die_with_parent
 PROTOBUF = "application/x-protobuf"
 MODEL = "holdfast/counting"
 NUMBERED = ("forward", "forward_backward", "optim_step", "save_weights")
+FIXED: dict[tuple[str, str], Any] = {
+    ("GET", "healthz"): {"status": "ok"},
+    ("GET", "get_server_capabilities"): {
+        "supported_models": [{"model_name": MODEL, "max_context_length": 4096}],
+        "probe": "/api/v1/probe",
+    },
+    ("POST", "client/config"): {},
+    ("POST", "client/dynamic_config"): {},
+    ("POST", "session_heartbeat"): {},
+    ("POST", "telemetry"): {"status": "accepted"},
+}
 MAX_BODY_BYTES = 64 << 20
 _STEP_S = 0.02
 
@@ -106,14 +116,8 @@ class Counting:
     ) -> Reply:
         """Answer one request; `headers` have names in lower case."""
         name = path.removeprefix("/api/v1/")
-        if method == "GET":
-            return self._look(name)
-        if method != "POST":
-            return problem(405, "method", f"{method} is not known here")
-        if name in ("client/config", "client/dynamic_config", "session_heartbeat"):
-            return reply(200, {})
-        if name == "telemetry":
-            return reply(200, {"status": "accepted"})
+        if (method, name) in FIXED:
+            return reply(200, FIXED[method, name])
         if name.startswith("sessions/") and name.endswith("/finish"):
             return Reply(200, b"")
         if name == "probe":
@@ -135,14 +139,6 @@ class Counting:
             return await self._retrieve(str(ask["request_id"]), protobuf=PROTOBUF in wants)
         if name in NUMBERED:
             return await self._apply(name, ask)
-        return problem(404, "no_such_path", f"there is no {name[:80]}")
-
-    def _look(self, name: str) -> Reply:
-        if name == "healthz":
-            return reply(200, {"status": "ok"})
-        if name == "get_server_capabilities":
-            model = {"model_name": MODEL, "max_context_length": 4096}
-            return reply(200, {"supported_models": [model], "probe": "/api/v1/probe"})
         return problem(404, "no_such_path", f"there is no {name[:80]}")
 
     async def _probe(self) -> Reply:
@@ -171,8 +167,6 @@ class Counting:
 
     async def _apply(self, name: str, ask: Mapping[str, Any]) -> Reply:
         model, seq = str(ask["model_id"]), int(ask["seq_id"])
-        if seq < 1:
-            return problem(400, "bad_request", f"operations are numbered from 1, not {seq}")
         key, counter = self.keys.op(model, seq), self.keys.model(model)
         promise = reply(200, {"request_id": f"{model}:{seq}", "model_id": model})
         until = time.monotonic() + self.order_s
@@ -205,7 +199,6 @@ class Counting:
                 "epoch": self._incarnation.epoch,
                 "lengths": ask.get("lengths", []),
                 "path": ask.get("path"),
-                "sha256": ask["sha256"],
                 "ready_at": time.time() + self.delay_s,
             }
         ).encode()
@@ -265,7 +258,7 @@ def read(name: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
             sum(len(chunk.get("tokens", ())) for chunk in datum["model_input"]["chunks"])
             for datum in given.get("data", ())
         ]
-    return {**ask, "sha256": hashlib.sha256(body).hexdigest()}
+    return ask
 
 
 def outputs(lengths: list[int]) -> list[list[float]]:

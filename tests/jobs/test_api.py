@@ -123,8 +123,8 @@ async def test_accounts_do_not_see_each_other(api: Api, caller: Caller) -> None:
         assert theirs.status == 404
     assert (await other.ok("GET", "/v1/accounts"))["accounts"][0]["name"] == "accounts/b"
     assert (await caller.ok("GET", f"{JOBS}/j"))["state"] == "JOB_STATE_PENDING"
-    theirs = JOBS.replace("accounts/a", "accounts/b")
-    await other.ok("POST", theirs, "rlorTrainerJobId=j", {})
+    own = JOBS.replace("accounts/a", "accounts/b")
+    await other.ok("POST", own, "rlorTrainerJobId=j", {})
 
 
 async def test_running_ends_with_the_lease_also_without_another_host(

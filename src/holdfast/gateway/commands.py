@@ -35,6 +35,7 @@ __all__ = ["accounts", "serve"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+C = TypeVar("C", bound=Callable[..., Any] | click.Command)
 
 ONE_ACCOUNT = "one-account"
 """What `--allow-commands` without a value says."""
@@ -53,7 +54,7 @@ _LEDGER = click.option(
 )
 
 
-def _shown(flag: str, name: str, default: object, about: str | None = None) -> Any:
+def _shown(flag: str, name: str, default: object, about: str | None = None) -> Callable[[C], C]:
     """A flag whose default is shown."""
     return click.option(flag, name, default=default, show_default=True, help=about)
 

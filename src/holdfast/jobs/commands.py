@@ -5,7 +5,7 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -175,7 +175,7 @@ def list_(remote: Remote, as_json: bool, everything: bool) -> None:
         _print(("job", "state", "epoch", "changed", "why"), rows)
 
 
-def _print(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     for line in table(names, rows):
         click.echo(line)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import ssl
 import subprocess
 from pathlib import Path
@@ -10,18 +11,22 @@ import pytest
 
 from gateway.http.wires import (
     Caller,
+    Flood,
     Passing,
+    answers,
     called,
     calling,
     chunked,
+    drip,
     gate,
+    passing,
     request,
+    settled,
     until,
     upstream,
 )
 from holdfast.errors import Mistake, TooLarge
 from holdfast.gateway.http import Exchange, Limits, Server
-from patience import HANG_S
 
 
 async def echo(exchange: Exchange) -> None:
@@ -52,43 +57,17 @@ async def test_requests_of_one_connection_are_answered_in_order() -> None:
 
 async def test_pipelined_requests_wait_outside_of_memory() -> None:
     """While a request is in work, what the caller sends ahead is read up to a bound only."""
-    count = 1000
-    release = asyncio.Event()
-
-    async def handler(exchange: Exchange) -> None:
-        if exchange.head.path == "/first":
-            await release.wait()
-        await exchange.answer(200)
-
-    async with called(handler, Limits(waiting_bytes=10_000)) as caller:
-        server = caller.server
-        await caller.send(request(target="/first"))
-        flood = request(target="/flood", fields=["X: " + "a" * 20_000])
-        sent = 0
-
-        async def send() -> None:
-            nonlocal sent
-            for _ in range(count):
-                await caller.send(flood)
-                sent += 1
-
-        sending = asyncio.create_task(send())
-        await until(lambda: server.requests == 1)
-        before = -1
-        while before != sent:  # until the sockets are full
-            before = sent
-            await asyncio.sleep(0.3)
-        (connection,) = server._connections
+    count, release = 1000, asyncio.Event()
+    async with called(answers(200, after=release), Limits(waiting_bytes=10_000)) as caller:
+        await caller.send(request())
+        flood = Flood(caller, request(fields=["X: " + "a" * 20_000]), count)
+        assert await settled(lambda: flood.sent) < count
+        (connection,) = caller.server._connections
         assert len(connection._ahead) <= 10_000 + 256 * 1024
-        assert sent < count
         release.set()
-        reading = asyncio.create_task(drain(caller, count + 1))
-        await asyncio.wait_for(asyncio.gather(sending, reading), HANG_S)
-
-
-async def drain(caller: Caller, answers: int) -> None:
-    for _ in range(answers):
-        assert (await caller.answer()).status == 200
+        for _ in range(count + 1):
+            assert (await caller.answer()).status == 200
+        await flood.sending
 
 
 async def test_callers_of_http_1_0() -> None:
@@ -101,75 +80,47 @@ async def test_callers_of_http_1_0() -> None:
             assert await caller.closed()
         async with calling(server.port) as caller:
             for _ in range(2):
-                await caller.send(
+                answer = await caller.ask(
                     b"POST /a HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx"
                 )
-                answer = await caller.answer()
                 assert (answer.body, answer.fields["connection"]) == (b"/a x", "keep-alive")
 
 
 async def test_close_is_honoured() -> None:
     """`Connection: close` from the caller ends the connection after the answer."""
     async with called(echo) as caller:
-        assert (
-            await caller.ask(request(fields=["Connection: x, Close"]) + request(target="/ignored"))
-        ).fields["connection"] == "close"
+        both = request(fields=["Connection: x, Close"]) + request(target="/ignored")
+        assert (await caller.ask(both)).fields["connection"] == "close"
         assert await caller.closed()
 
 
 async def test_head_has_no_body() -> None:
     """HEAD gets the fields and no byte of a body, from us and from an upstream."""
-    async with upstream() as up:
-
-        async def handler(exchange: Exchange) -> None:
-            if exchange.head.path == "/ours":
-                await exchange.answer(200, [], b"twelve bytes")
-            else:
-                await exchange.forward(up.address)
-
-        async with called(handler) as caller:
-            for target, length in (("/ours", "12"), ("/theirs", "14"), ("/ours", "12")):
-                await caller.send(request("HEAD", target))
-                assert (await caller.answer("HEAD")).fields["content-length"] == length
+    async with passing(ours="/ours") as (_up, _handler, caller):
+        for target, length in (("/ours", "12"), ("/theirs", "14"), ("/ours", "12")):
+            answer = await caller.ask(request("HEAD", target), "HEAD")
+            assert answer.fields["content-length"] == length
 
 
 async def test_100_continue_is_said_when_the_body_is_wanted() -> None:
     """By us, not by the upstream, and only if somebody wants the body."""
-    async with upstream() as up:
-
-        async def handler(exchange: Exchange) -> None:
-            if exchange.head.path == "/no":
-                await exchange.answer(403)
-            else:
-                await exchange.forward(up.address)
-
-        async with gate(handler) as server:
-            async with calling(server.port) as caller:
-                head = request("POST", fields=["Expect: 100-continue", "Content-Length: 4"])
-                await caller.send(head)
-                assert (
-                    await caller.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-                )
-                assert (await caller.ask(b"body")).body == b"POST / 4"
-            assert up.seen[0].get(b"expect") is None
-            async with calling(server.port) as caller:
-                await caller.send(
-                    request("POST", "/no", ["Expect: 100-continue", "Content-Length: 4"])
-                )
-                answer = await caller.answer()
-                assert (answer.status, answer.interim) == (403, [])
-                assert answer.fields["connection"] == "close"
+    fields = ["Expect: 100-continue", "Content-Length: 4"]
+    async with passing(ours="/no") as (up, _handler, caller):
+        await caller.send(request("POST", fields=fields))
+        said = await caller.reader.readuntil(b"\r\n\r\n")
+        assert said == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert (await caller.ask(b"body")).body == b"POST / 4"
+        assert up.seen[0].get(b"expect") is None
+        answer = await caller.ask(request("POST", "/no", fields))
+        assert (answer.status, answer.interim) == (403, [])
+        assert answer.fields["connection"] == "close"
 
 
 @pytest.mark.parametrize(("size", "kept"), [(1000, True), (500_000, True), (5_000_000, False)])
 async def test_an_unread_body_is_dropped_or_ends_the_connection(size: int, kept: bool) -> None:
     """An answer without reading the body: a little of it is dropped and the connection goes
     on; of much, the caller still gets the answer."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(401, [], b"who are you?")
-
-    async with called(handler) as caller:
+    async with called(answers(401, b"who are you?")) as caller:
         sending = asyncio.create_task(caller.send(request("POST", body=bytes(size)) + request()))
         answer = await caller.answer()
         assert (answer.status, answer.body) == (401, b"who are you?")
@@ -271,11 +222,8 @@ async def test_a_slow_head_gets_408() -> None:
     async with gate(echo, Limits(head_s=0.3)) as server:
         async with calling(server.port) as caller, calling(server.port) as mute:
             answer = asyncio.create_task(caller.answer())
-            for byte in request(target="/" + "a" * 4000):
-                if answer.done():
-                    break
-                caller.writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
+            head = request(target="/" + "a" * 4000)
+            await drip(caller, (bytes([byte]) for byte in head), answer)
             assert (await answer).status == 408
             assert await caller.closed()
             assert await mute.closed()
@@ -285,15 +233,8 @@ async def test_a_slow_head_gets_408() -> None:
 async def test_empty_lines_do_not_keep_a_connection() -> None:
     """Line ends in front of a request do not renew the time for it."""
     async with called(echo, Limits(head_s=0.3)) as caller:
-        closed = asyncio.create_task(caller.rest())
-        for _ in range(500):
-            if closed.done():
-                break
-            caller.writer.write(b"\r\n")
-            await asyncio.sleep(0.02)
-        else:
-            pytest.fail("the connection was kept")
-        closed.cancel()
+        closed = asyncio.create_task(caller.closed())
+        await drip(caller, itertools.repeat(b"\r\n", 500), closed)
 
 
 async def test_a_body_without_progress_gets_408() -> None:
@@ -303,20 +244,14 @@ async def test_a_body_without_progress_gets_408() -> None:
         async with called(Passing(up), limits) as caller:
             await caller.send(request("POST", fields=["Content-Length: 1000000"]))
             answer = asyncio.create_task(caller.answer())
-            while not answer.done():
-                caller.writer.write(b"x")
-                await asyncio.sleep(0.02)
+            await drip(caller, itertools.repeat(b"x", 1000), answer)
             assert (await answer).status == 408
         assert [seen.whole for seen in up.seen] == [False]
 
 
 async def test_a_caller_that_does_not_read_is_cut() -> None:
     """An answer that nobody takes does not hold a connection for ever."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(200, [], bytes(30_000_000))
-
-    async with called(handler, Limits(pace_s=0.3)) as caller:
+    async with called(answers(200, bytes(30_000_000)), Limits(pace_s=0.3)) as caller:
         caller.writer.transport.pause_reading()  # type: ignore[attr-defined]  # it reads, too
         await caller.send(request())
         await until(lambda: caller.server.counts["slow_reader"] == 1)
@@ -444,25 +379,16 @@ async def test_an_owner_leaves_room_for_others_connections() -> None:
 async def test_one_request_too_many_gets_503() -> None:
     """Requests in work are bounded; a refused one took no effect."""
     release = asyncio.Event()
-    begun = 0
-
-    async def handler(exchange: Exchange) -> None:
-        nonlocal begun
-        begun += 1
-        await release.wait()
-        await exchange.answer(200)
-
     async with (
-        gate(handler, Limits(requests=1)) as server,
+        gate(answers(200, after=release), Limits(requests=1)) as server,
         calling(server.port) as first,
         calling(server.port) as second,
     ):
         await first.send(request())
-        await until(lambda: begun)
+        await until(lambda: server.requests)
         assert (await second.ask(request())).status == 503
         release.set()
         assert (await first.answer()).status == 200
-    assert begun == 1
 
 
 async def test_limits_must_be_positive() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.http.wires import HOST, calling, request, until
+from gateway.http.wires import HOST, answers, calling, request, until
 from holdfast.gateway.http import Exchange, Server
 from patience import HANG_S
 
@@ -13,12 +13,7 @@ async def test_requests_in_work_are_finished() -> None:
     """New connections are refused, idle ones close, the request in work gets its answer with
     `Connection: close`, and nothing has to be cut."""
     release = asyncio.Event()
-
-    async def handler(exchange: Exchange) -> None:
-        await release.wait()
-        await exchange.answer(200, [], b"done")
-
-    server = Server(handler)
+    server = Server(answers(200, b"done", after=release))
     await server.start(HOST, 0)
     port = server.port
     async with calling(port) as busy, calling(port) as idle:

@@ -3,12 +3,11 @@
 import asyncio
 import hashlib
 import tracemalloc
-from collections.abc import Callable
 
 import pytest
 
 from gateway.http.wires import (
-    Caller,
+    Flood,
     Passing,
     Reader,
     Seen,
@@ -17,6 +16,7 @@ from gateway.http.wires import (
     called,
     passing,
     request,
+    settled,
     until,
     upstream,
 )
@@ -114,8 +114,8 @@ async def test_a_slow_upstream_does_not_fill_our_memory() -> None:
         caller.writer.transport.set_write_buffer_limits(high=len(BLOCK))
         await caller.send(request("POST", fields=["Content-Length: 200000000"]))
         tracemalloc.start()
-        flood = Flood(caller, 200_000_000)
-        sent = await settled(lambda: flood.sent)
+        flood = Flood(caller, BLOCK, 200_000_000 // len(BLOCK))
+        sent = await settled(lambda: flood.sent * len(BLOCK))
         held, _peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         flood.sending.cancel()
@@ -135,33 +135,11 @@ async def test_a_body_that_nobody_wants_yet_is_not_read() -> None:
 
         async with called(handler) as caller:
             await caller.send(request("POST", fields=[f"Content-Length: {SIZE}"]))
-            flood = Flood(caller, SIZE)
-            assert await settled(lambda: flood.sent) < SIZE
+            flood = Flood(caller, BLOCK, SIZE // len(BLOCK))
+            assert await settled(lambda: flood.sent) < SIZE // len(BLOCK)
             (connection,) = caller.server._connections
             assert connection._exchange is not None
             assert connection._exchange.received_bytes <= 64 * 1024 + 256 * 1024
             release.set()
             await flood.sending
             assert (await caller.answer()).body == b"POST / %d" % SIZE
-
-
-class Flood:
-    """A caller sends so many bytes; `sent` of them have gone so far."""
-
-    def __init__(self, caller: Caller, size: int) -> None:
-        self.sent = 0
-        self.sending = asyncio.create_task(self._send(caller, size))
-
-    async def _send(self, caller: Caller, size: int) -> None:
-        for _ in range(size // len(BLOCK)):
-            await caller.send(BLOCK)
-            self.sent += len(BLOCK)
-
-
-async def settled(figure: Callable[[], int]) -> int:
-    """Wait until a figure has stopped growing: all buffers on the way are full."""
-    before = -1
-    while before != figure() or not figure():
-        before = figure()
-        await asyncio.sleep(0.4)
-    return before

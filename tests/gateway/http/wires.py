@@ -7,6 +7,9 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from holdfast.gateway.http import Exchange, Forwarded, Handler, Limits, Server
 
@@ -131,16 +134,32 @@ async def gate(
 class Passing:
     """A handler that passes everything on and remembers what became of it."""
 
-    def __init__(self, target: Upstream, **options: object) -> None:
+    def __init__(self, target: Upstream, ours: str = "", **options: object) -> None:
         self.target = target
+        self.ours = ours
+        """The path that is answered here, with 403."""
         self.options = options
         self.outcomes: list[Forwarded] = []
 
     async def __call__(self, exchange: Exchange) -> None:
+        if exchange.head.path == self.ours:
+            await exchange.answer(403, [], b"twelve bytes")
+            return
         outcome = await exchange.forward(self.target.address, **self.options)  # type: ignore[arg-type]  # given by the test
         self.outcomes.append(outcome)
         if not exchange.answered:
             await exchange.answer(502, [], type(outcome).__name__.encode())
+
+
+def answers(status: int, body: bytes = b"", after: asyncio.Event | None = None) -> Handler:
+    """A handler that gives every request this answer, without reading it; not before `after`."""
+
+    async def handler(exchange: Exchange) -> None:
+        if after is not None:
+            await after.wait()
+        await exchange.answer(status, [], body)
+
+    return handler
 
 
 @dataclass
@@ -240,6 +259,38 @@ async def called(handler: Handler, limits: Limits | None = None) -> AsyncIterato
     async with gate(handler, limits) as server, calling(server.port) as caller:
         caller.server = server
         yield caller
+
+
+class Flood:
+    """A caller sends something again and again; `sent` times so far."""
+
+    def __init__(self, caller: Caller, data: bytes, times: int) -> None:
+        self.sent = 0
+        self.sending = asyncio.create_task(self._send(caller, data, times))
+
+    async def _send(self, caller: Caller, data: bytes, times: int) -> None:
+        for _ in range(times):
+            await caller.send(data)
+            self.sent += 1
+
+
+async def settled(figure: Callable[[], int]) -> int:
+    """Wait until a figure has stopped growing: all buffers on the way are full."""
+    before = -1
+    while before != figure() or not figure():
+        before = figure()
+        await asyncio.sleep(0.4)
+    return before
+
+
+async def drip(caller: Caller, pieces: Iterable[bytes], heard: "asyncio.Task[Any]") -> None:
+    """Send piece by piece, all the time, until the caller has heard something."""
+    for piece in pieces:
+        if heard.done():
+            return
+        caller.writer.write(piece)
+        await asyncio.sleep(0.02)
+    pytest.fail("the connection was kept")
 
 
 async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
