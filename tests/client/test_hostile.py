@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.http.wires import self_signed
 from holdfast import client as clients
 from holdfast import events
 from holdfast.client import Client, Target
@@ -32,12 +33,7 @@ from .lines import listening
 @contextlib.asynccontextmanager
 async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A TLS server with a certificate that nobody vouches for, and what it was sent."""
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    ask = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x"]
-    files = ["-keyout", str(key), "-out", str(certificate), "-days", "2"]
-    await asyncio.to_thread(subprocess.run, [*ask, *files], check=True, capture_output=True)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
+    context, _ = await asyncio.to_thread(self_signed, folder)
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,21 +50,15 @@ async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
 # ---- TLS -----------------------------------------------------------------------
 
 
-async def test_a_scheme_in_capitals_is_verified_too(tmp_path: Path) -> None:
-    """HTTPS:// is https://: a certificate that nobody vouches for is refused."""
-    async with stranger(tmp_path) as (url, heads):
-        target = Target.of(url.replace("https", "HTTPS"), api_key=KEY)
-        async with httpx.AsyncClient(transport=target.transport()) as http:
-            with pytest.raises(httpx.ConnectError):
-                await http.post(f"{target.base_url}/api/v1/x", headers={"x-api-key": KEY})
-        assert not heads
-
-
-async def test_a_redirect_to_tls_is_verified(tmp_path: Path, dumb: Dumb) -> None:
-    """From http:// to https://, as load balancers do: the certificate is looked at."""
+@pytest.mark.parametrize("way", ["in capitals", "redirected"])
+async def test_every_way_to_tls_is_verified(tmp_path: Path, dumb: Dumb, way: str) -> None:
+    """HTTPS:// is https://, and a load balancer may send us there from http://: a certificate that
+    nobody vouches for is refused."""
     async with stranger(tmp_path) as (url, heads):
         dumb.play("optim_step", Reply(307, b"", headers=(("location", f"{url}/api/v1/x"),)))
         target = dumb.target()
+        if way == "in capitals":
+            target = Target.of(url.replace("https", "HTTPS"), api_key=KEY)
         made = httpx.AsyncClient(transport=target.transport(), follow_redirects=True)
         async with made as http:
             with pytest.raises(httpx.ConnectError):

@@ -15,6 +15,7 @@ seen to answer 200 on a server whose engine had died. A caller who knows better 
 """
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -143,20 +144,15 @@ class WarmUp:
         )
 
     async def _not_ready(self) -> NoReturn:
-        await self._ask()
-        raise _NotReady(str(self._last))
-
-    async def _ask(self) -> None:
-        """Stop waiting for a job that is gone. Not knowing is no reason to stop."""
-        if self.control is None:
-            return
-        try:
-            state = await self.control.state()
-        except HoldfastError:
-            return
-        if state in _GONE:
+        """Try again, but not for a job that is gone. Not knowing is no reason to stop."""
+        state = ""
+        if self.control is not None:
+            with contextlib.suppress(HoldfastError):
+                state = await self.control.state()
+        if self.control is not None and state in _GONE:
             job = f"{self.control.account}/{self.control.job}"
             raise Gone(f"job {job} is {state}: there is nothing to connect to") from self._last
+        raise _NotReady(str(self._last))
 
     async def _once(self) -> httpx.Response:
         """One probe. Only its own connection is used, and it is closed."""

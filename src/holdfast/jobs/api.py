@@ -152,10 +152,9 @@ class Api:
         wish = spec.get("holdfast") or {}
         if not isinstance(wish, dict):
             raise Mistake(f"the field 'holdfast' of a job is an object: {', '.join(_WISHES)}")
-        unknown = ", ".join(sorted(repr(name[:80]) for name in wish.keys() - set(_WISHES)))
-        if unknown:
-            known = ", ".join(_WISHES)
-            raise Mistake(f"the field 'holdfast' of a job has no {unknown[:400]}; it has: {known}")
+        if unknown := ", ".join(sorted(repr(name[:80]) for name in wish.keys() - set(_WISHES))):
+            told = ", ".join(_WISHES)
+            raise Mistake(f"the field 'holdfast' of a job has no {unknown[:400]}; it has: {told}")
         read_policy(wish.get("policy", {}))
         found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
         read = [readable(Host, entry) for entry in found.entries]
@@ -163,15 +162,14 @@ class Api:
         trainer = wish.get("trainer", "default")
         if not isinstance(trainer, str):
             raise Mistake("the name of a trainer is a text")
-        if not hosts or any(
-            host.any_command or ("command" not in wish and trainer in host.trainers)
-            for host in hosts
-        ):
+        if not hosts or any(host.any_command for host in hosts):
             return
         if "command" in wish:
             raise Mistake("jobs may not bring their own command here (serve --allow-commands)")
-        known = ", ".join(sorted({name for host in hosts for name in host.trainers})) or "none"
-        raise Mistake(f"no host has a trainer {str(trainer)[:80]!r}; there are: {known}")
+        known = {name for host in hosts for name in host.trainers}
+        if trainer not in known:
+            told = ", ".join(sorted(known)) or "none"
+            raise Mistake(f"no host has a trainer {trainer[:80]!r}; there are: {told}")
 
     async def _of_job(self, account: str, job: str, verb: str | None, request: Request) -> Reply:
         if verb is not None:

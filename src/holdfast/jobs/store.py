@@ -69,14 +69,8 @@ class Jobs:
 
     async def look(self, account: str, job: str) -> tuple[int, Seen | None]:
         """Read one job, and tell at which revision."""
-        txn = await self.runtime.ledger.txn(
-            [],
-            [
-                Get(self.keys.job(account, job)),
-                Get(self.keys.alive(account, job)),
-                Get(self.keys.epoch(account, job)),
-            ],
-        )
+        places = (self.keys.job, self.keys.alive, self.keys.epoch)
+        txn = await self.runtime.ledger.txn([], [Get(place(account, job)) for place in places])
         entry, alive, epoch = txn.results
         found = None if entry is None else seen(entry, alive, epoch, txn.revision)
         return txn.revision, found

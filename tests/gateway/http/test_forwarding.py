@@ -1,7 +1,6 @@
 """What becomes of a request that is passed on, and when it may be passed on again."""
 
 import asyncio
-import socket
 
 import pytest
 
@@ -37,6 +36,7 @@ from holdfast.gateway.http import (
     Truncated,
     Withheld,
 )
+from holdfast.proc import HeldPort
 from patience import HANG_S
 
 MISDIRECTED = (
@@ -76,24 +76,6 @@ class Fallback:
         await exchange.answer(503, [], b"no upstream")
 
 
-def nobody() -> tuple[str, int]:
-    """An address where nobody listens: bound, so that nobody else can."""
-    held = socket.socket()
-    held.bind((HOST, 0))
-    _held.append(held)
-    return held.getsockname()  # type: ignore[no-any-return]  # host and port
-
-
-_held: list[socket.socket] = []
-
-
-@pytest.fixture(autouse=True)
-def _release() -> object:
-    yield
-    while _held:
-        _held.pop().close()
-
-
 @pytest.mark.parametrize("size", [0, 10, 200_000, 1_000_000])
 @pytest.mark.parametrize("coding", ["length", "chunked"])
 async def test_a_withheld_or_refused_request_goes_elsewhere_whole(size: int, coding: str) -> None:
@@ -102,7 +84,8 @@ async def test_a_withheld_or_refused_request_goes_elsewhere_whole(size: int, cod
     body = bytes(range(256)) * (size // 256 + 1)
     body = body[:size]
     async with upstream(fence) as wrong, upstream() as right:
-        handler = Fallback(nobody(), wrong.address, right.address)
+        nobody = HeldPort(HOST)
+        handler = Fallback((HOST, nobody.port), wrong.address, right.address)
         async with called(handler) as caller:
             if coding == "length":
                 await caller.send(request("POST", "/a?b=c", body=body))

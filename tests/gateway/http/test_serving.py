@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from gateway.http.wires import (
     gate,
     passing,
     request,
+    self_signed,
     settled,
     until,
     upstream,
@@ -400,24 +400,10 @@ async def test_limits_must_be_positive() -> None:
 # TLS.
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for the loopback address, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=gate", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
-    return cert, key
-
-
-async def test_callers_may_come_over_tls(certificate: tuple[Path, Path]) -> None:
+async def test_callers_may_come_over_tls(tmp_path: Path) -> None:
     """The same exchange over TLS: bodies both ways, keep-alive, refusals; plain HTTP on a TLS
     port, and TLS without a handshake, end without an answer."""
-    cert, key = certificate
-    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server_side.load_cert_chain(cert, key)
+    server_side, cert = self_signed(tmp_path)
     caller_side = ssl.create_default_context(cafile=str(cert))
     async with upstream() as up, gate(Passing(up), tls=server_side) as server:
         async with calling(server.port, caller_side) as caller:

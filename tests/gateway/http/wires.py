@@ -5,8 +5,10 @@ import asyncio
 import contextlib
 import re
 import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +253,18 @@ async def passing(
         handler = Passing(up, **options)
         async with called(handler, limits) as caller:
             yield up, handler, caller
+
+
+def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """TLS of a server on loopback, and its certificate, which nobody else vouches for."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=gate", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    return context, cert
 
 
 @contextlib.asynccontextmanager
