@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jobs.counting_trainer import Reply, problem, reply
 from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, Dumb
 
 PATH = f"/training/v1/rlorTrainerJobs/{ACCOUNT}/{JOB}/api/v1/"
+PACKED = (("content-encoding", "gzip"),)
 STEP: dict[str, Any] = {"type": "optim_step", "adam_params": {"learning_rate": 1e-4}}
 
 
@@ -98,6 +100,12 @@ async def test_the_route_gets_lost_in_between(client: Client, dumb: Dumb, tmp_pa
     [
         (problem(410, "job_gone", "deleted", x_should_retry="false"), Gone),
         (problem(404, "job_not_found", "never heard of"), NotFound),
+        (Reply(404, b'{"error":{"code":"job_gone"}}'), NotFound),
+        (Reply(404, b"", headers=(("x-should-retry", "false"),)), NotFound),
+        (
+            Reply(404, gzip.compress(b'{"error":{"code":"job_not_found"}}'), headers=PACKED),
+            NotFound,
+        ),
         (problem(423, "job_paused", "resume it", x_should_retry="false"), Mistake),
         (problem(409, "no", "never", x_should_retry="false"), Mistake),
         (problem(400, "bad_request", "no"), Mistake),
@@ -106,14 +114,15 @@ async def test_the_route_gets_lost_in_between(client: Client, dumb: Dumb, tmp_pa
 async def test_what_is_sure_is_raised_at_once(
     client: Client, dumb: Dumb, answer: Reply, kind: type[HoldfastError]
 ) -> None:
-    """Gone, not found, paused, wrong: no retry, for submit and poll."""
+    """Gone, not found, paused, wrong: no question and no retry, for submit and poll. A gateway
+    that asked before it answered is believed."""
     dumb.play("optim_step", answer)
     dumb.play("retrieve_future", answer)
     with pytest.raises(kind):
         await client.submit("optim_step", "m", 1, STEP)
     with pytest.raises(kind):
         await client.future("m:1").result()
-    assert len(dumb.came) == 2
+    assert (len(dumb.came), dumb.asked) == (2, 0)
 
 
 @pytest.mark.parametrize(("category", "kind"), [("user", Mistake), ("server", HoldfastError)])

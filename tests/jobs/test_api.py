@@ -220,8 +220,6 @@ async def test_what_no_host_can_start_is_refused(caller: Caller, jobs: Jobs) -> 
         assert reply.status == 400, reply
     unknown: list[tuple[Any, str]] = [
         ({"policy": {"gaps_s": 1}}, "no 'gaps_s'; there are: gap_s, "),
-        ({"policy": {"gap_s": -1}}, "gap_s: "),
-        ({"policy": []}, "an object"),
         ({"polcy": {}}, "no 'polcy'; it has: trainer, command, policy"),
     ]
     for given, why in unknown:

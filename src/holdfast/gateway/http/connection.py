@@ -178,10 +178,8 @@ class Connection(asyncio.Protocol):
 
     def charge(self, owner: str) -> bool:
         """The connection is this owner's from now on; False: he has too many, and it closes."""
-        if owner == self.owner:
+        if owner == self.owner or self._transport is None:  # one that has ended is not counted
             return True
-        if self._transport is None:
-            return True  # it has ended: there is nothing to count
         if not self._server.owned_connections.take(owner):
             self._stopping = True
             return False

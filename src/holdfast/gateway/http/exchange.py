@@ -49,6 +49,7 @@ class Exchange:
         self._charged: list[tuple[Shares, str]] = []
         self._passage: Passage | None = None
         self._reading: asyncio.Future[None] | None = None
+        self._limit = 0
         self._trouble: Exception | None = None
         self.answered = False
         """Whether an answer has begun: then there cannot be another one."""
@@ -105,8 +106,9 @@ class Exchange:
             raise TooLarge(f"the body is larger than {limit} bytes")
         if not intake.complete:
             intake.keep(limit)
+            self._limit = limit
             self._reading = asyncio.get_running_loop().create_future()
-            intake.sink = _Waiter(self._reading, intake, limit)
+            intake.sink = self
             self._connection.want_body()
             try:
                 await self._reading
@@ -116,6 +118,16 @@ class Exchange:
             if intake.received_bytes > limit:
                 raise TooLarge(f"the body is larger than {limit} bytes")
         return intake.kept()
+
+    def take(self, _piece: bytes) -> None:
+        """The body piles up until it is complete, or too large. From the intake."""
+        if self._intake.received_bytes > self._limit:
+            self.finish()
+
+    def finish(self) -> None:
+        """There is nothing more to wait for. From the intake."""
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
 
     async def answer(
         self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes = b""
@@ -219,23 +231,6 @@ class Exchange:
             raise self._trouble
         if self.answered:
             raise Mistake("the request has been answered")
-
-
-class _Waiter:
-    """A sink that lets the body pile up until it is complete, or too large."""
-
-    def __init__(self, done: "asyncio.Future[None]", intake: Intake, limit: int) -> None:
-        self._done = done
-        self._intake = intake
-        self._limit = limit
-
-    def take(self, _piece: bytes) -> None:
-        if self._intake.received_bytes > self._limit:
-            self.finish()
-
-    def finish(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
 
 
 def _target(path: str) -> str:
