@@ -1,9 +1,11 @@
 """Connections to upstreams: which of them are used again."""
 
+import asyncio
 import socket
 
 from gateway.http.wires import HOST, until
 from holdfast.gateway.http import Limits, Pool
+from holdfast.proc import HeldPort
 
 
 async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
@@ -29,3 +31,12 @@ async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
         pool.give(third, address, reusable=False)
         await until(lambda: not pool.open_lines)
         pool.close()
+
+
+async def test_a_connection_that_fails_gives_its_place_to_the_next() -> None:
+    """Who waits for a place behind one that cannot connect hears the same, not that time is up."""
+    pool = Pool(Limits(upstream_connections=1))
+    with HeldPort(HOST) as nobody:
+        takers = [pool.take((HOST, nobody)) for _ in range(3)]
+        told = await asyncio.gather(*takers, return_exceptions=True)
+    assert all("cannot be reached" in str(one) for one in told), told

@@ -246,11 +246,11 @@ async def calling(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def passing(
-    script: Script = polite, limits: Limits | None = None, **options: object
+    script: Script = polite, limits: Limits | None = None, ours: str = "", **options: object
 ) -> AsyncIterator[tuple[Upstream, Passing, Caller]]:
     """An upstream, an engine that passes everything on to it, and a caller of that."""
     async with upstream(script) as up:
-        handler = Passing(up, **options)
+        handler = Passing(up, ours, **options)
         async with called(handler, limits) as caller:
             yield up, handler, caller
 
