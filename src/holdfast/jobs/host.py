@@ -114,12 +114,13 @@ class Host:
         budget: Budget = Budget(),  # noqa: B008 -- frozen
         me: HostRecord | None = None,
         is_dead: Callable[[HostRecord], bool] = lambda _: False,
+        new_secret: Callable[[], str] = secrets.token_urlsafe,
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`me` says where this process is, and `is_dead` whether another one surely is not.
 
-        `check` is called when this host is in the ledger, and raises a `Mistake` if it must not
-        serve.
+        `new_secret` makes what an incarnation's port asks gateways for. `check` is called when
+        this host is in the ledger, and raises a `Mistake` if it must not serve.
         """
         self._check = check
         self._jobs = jobs
@@ -132,6 +133,7 @@ class Host:
         self._budget = budget
         self._me = me or HostRecord(name=name)
         self._is_dead = is_dead
+        self._new_secret = new_secret
         self._tending: dict[str, _Tended] = {}
         self._begun: dict[str, int] = {}
         """The newest epoch of each job that was begun here."""
@@ -275,7 +277,7 @@ class Host:
         new = decide.take(it.job, self._name, self._jobs.wall())
         if new is None:
             return
-        secret = secrets.token_urlsafe()
+        secret = self._new_secret()
         alive = self._jobs.alive_op(new, self._keeper.id, secret)
         absent = self._jobs.without_alive(it)
         try:
