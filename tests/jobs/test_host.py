@@ -151,9 +151,9 @@ async def test_a_host_that_loses_its_lease_stops_what_others_have_taken(
 async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
     """Without a ledger for long its trainers hold machines for nothing."""
     with EtcdServer(tmp_path / "etcd") as etcd:
-        url = "etcd://{}:{}?timeout=1".format(*etcd.endpoint)
+        url = "etcd://{}:{}".format(*etcd.endpoint)
         async with (
-            host(tmp_path, url=url, host_adrift_s=2.0),
+            host(tmp_path, url=f"{url}?timeout=1", host_adrift_s=2.0),
             ledger.open(url) as opened,
         ):
             jobs = Jobs(LiveRuntime(opened), "r", time.time)
