@@ -16,18 +16,19 @@ from typing import Any
 import httpx
 from aiohttp import web
 
-from holdfast import ledger as ledgers
 from holdfast.client import ControlPlane, Target, VerifiedTransport
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.records import Keys
 from holdfast.ledger import Ledger, Put
 from holdfast.retry import Policy
-from jobs.counting_trainer import Counting, Reply, problem, reply
+from jobs.counting_trainer import Reply, problem, reply
+from jobs.counts import assert_exactly_once
 
 from .lines import hang_up
 
 ACCOUNT, JOB, RUN = "acme", "one", "r"
 KEY = "tml-a-key"
+QUICK = Policy(attempts=999, base_s=0.02, factor=1.5, max_s=0.1, jitter=0.25, deadline_s=3.0)
 LOST = Reply(404, b'{"error":"not found"}')
 BARE = Reply(404, b"404 page not found\n", "text/plain")
 NOT_READY = problem(503, "route_not_ready", "soon", retry_after_ms="10")
@@ -63,6 +64,9 @@ class Dumb:
     questions: list[Mapping[str, str]] = field(default_factory=list)
     """The headers of what the control plane was asked."""
     port: int = 0
+    trainer: Any = None
+    ledger: Any = None
+    """Of a trainer in this process, and what it counts in."""
 
     @property
     def url(self) -> str:
@@ -89,6 +93,11 @@ class Dumb:
     def plane(self, key: str = KEY, **more: Any) -> ControlPlane:
         """This gateway as the control plane that is asked about the job."""
         return ControlPlane(self.url, ACCOUNT, JOB, key, **more)
+
+    async def applied(self) -> dict[str, int]:
+        """How many operations each model has had: each once and in order, or it raises."""
+        done = await assert_exactly_once(self.ledger, RUN, ACCOUNT, JOB)
+        return {model: len(ops) for model, ops in done.items()}
 
     async def _data(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -161,14 +170,6 @@ def incarnation(epoch: int = 1) -> Incarnation:
 async def admit(ledger: Ledger, epoch: int = 1) -> None:
     """Make this epoch the job's present one."""
     await ledger.txn((), [Put(Keys(RUN).epoch(ACCOUNT, JOB), str(epoch).encode())])
-
-
-@asynccontextmanager
-async def counting(**how: float) -> AsyncIterator[tuple[Counting, Ledger]]:
-    """A trainer that counts, in this process."""
-    async with ledgers.open("memory:") as ledger:
-        await admit(ledger)
-        yield Counting(ledger, incarnation(), **how), ledger
 
 
 def over_http(port: int) -> Backend:

@@ -15,46 +15,25 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.http.wires import self_signed
 from holdfast import client as clients
 from holdfast import events
 from holdfast.client import Client, Target
-from holdfast.client.addresses import proxy_of
 from holdfast.errors import HoldfastError, Mistake, TimedOut, TooLarge
 from holdfast.retry import Policy
 from holdfast.timeouts import Timeouts
 from jobs.counting_trainer import Reply, problem, reply
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, KEY, LOST, Dumb, counting, operation, verified
+from .dumb import ACCOUNT, JOB, KEY, LOST, QUICK, Dumb, operation, verified
+from .library import PYTHON
 from .lines import listening
-from .test_sdks import PYTHON, Library, library, process, there
-
-__all__ = ["library", "process", "there"]  # fixtures
-
-QUICK = Policy(attempts=5, base_s=0.02, max_s=0.1, deadline_s=3.0)
-
-
-@pytest.fixture
-async def dumb() -> AsyncIterator[Dumb]:
-    async with counting(delay_s=0.0) as (trainer, _), Dumb(trainer.answer).serve() as gateway:
-        yield gateway
-
-
-@pytest.fixture
-async def client(dumb: Dumb) -> AsyncIterator[Client]:
-    async with Client(dumb.target(policy=QUICK)) as made:
-        yield made
 
 
 @contextlib.asynccontextmanager
 async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
     """A TLS server with a certificate that nobody vouches for, and what it was sent."""
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    ask = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x"]
-    files = ["-keyout", str(key), "-out", str(certificate), "-days", "2"]
-    await asyncio.to_thread(subprocess.run, [*ask, *files], check=True, capture_output=True)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
+    context, _ = await asyncio.to_thread(self_signed, folder)
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,21 +50,15 @@ async def stranger(folder: Path) -> AsyncIterator[tuple[str, list[bytes]]]:
 # ---- TLS -----------------------------------------------------------------------
 
 
-async def test_a_scheme_in_capitals_is_verified_too(tmp_path: Path) -> None:
-    """HTTPS:// is https://: a certificate that nobody vouches for is refused."""
-    async with stranger(tmp_path) as (url, heads):
-        target = Target.of(url.replace("https", "HTTPS"), api_key=KEY)
-        async with httpx.AsyncClient(transport=target.transport()) as http:
-            with pytest.raises(httpx.ConnectError):
-                await http.post(f"{target.base_url}/api/v1/x", headers={"x-api-key": KEY})
-        assert not heads
-
-
-async def test_a_redirect_to_tls_is_verified(tmp_path: Path, dumb: Dumb) -> None:
-    """From http:// to https://, as load balancers do: the certificate is looked at."""
+@pytest.mark.parametrize("way", ["in capitals", "redirected"])
+async def test_every_way_to_tls_is_verified(tmp_path: Path, dumb: Dumb, way: str) -> None:
+    """HTTPS:// is https://, and a load balancer may send us there from http://: a certificate that
+    nobody vouches for is refused."""
     async with stranger(tmp_path) as (url, heads):
         dumb.play("optim_step", Reply(307, b"", headers=(("location", f"{url}/api/v1/x"),)))
         target = dumb.target()
+        if way == "in capitals":
+            target = Target.of(url.replace("https", "HTTPS"), api_key=KEY)
         made = httpx.AsyncClient(transport=target.transport(), follow_redirects=True)
         async with made as http:
             with pytest.raises(httpx.ConnectError):
@@ -98,42 +71,6 @@ def test_connect_takes_ones_own_certificates() -> None:
     context = ssl.create_default_context()
     made = clients.connect("https://h", api_key=KEY, account=ACCOUNT, job=JOB, tls=context)
     assert made.target.tls is context
-
-
-# ---- credentials ---------------------------------------------------------------
-
-
-async def test_a_key_with_a_line_end_is_a_mistake_and_is_not_told(
-    dumb: Dumb, tmp_path: Path
-) -> None:
-    """A key read from a file, with its line end: refused at once, and quoted nowhere."""
-    events.configure(tmp_path / "log", "test")
-    said = ""
-    try:
-        with pytest.raises(HoldfastError) as caught:
-            target = Target.of(dumb.url, api_key="tml-secret\n", account=ACCOUNT, job=JOB)
-            said = "made"
-            await target.warm_up(limit_s=2).run()
-        said += str(caught.value)
-        if said.startswith("made"):
-            async with Client(target) as made:
-                with contextlib.suppress(HoldfastError, TimeoutError):
-                    async with asyncio.timeout(1):
-                        await made.create_session()
-    finally:
-        events.unconfigure()
-    told = said + repr(list(events.read(tmp_path / "log")))
-    assert "tml-secret" not in told
-    assert isinstance(caught.value, Mistake)
-
-
-async def test_a_password_in_the_url_is_not_told() -> None:
-    """A gateway's URL may carry a password; no message and no repr does."""
-    with pytest.raises(HoldfastError) as caught:
-        target = Target.of("http://me:hunter2@127.0.0.1:9", account=ACCOUNT, job=JOB)
-        assert "hunter2" not in repr(target)
-        await target.warm_up(limit_s=2).run()
-    assert "hunter2" not in str(caught.value)
 
 
 # ---- verified retry ------------------------------------------------------------
@@ -208,15 +145,6 @@ async def test_a_busy_loop_is_no_silence(dumb: Dumb) -> None:
     assert time.monotonic() - begun > 2.5, "it was not busy enough to prove anything"
 
 
-async def test_a_404_that_is_deeply_nested_is_a_404(dumb: Dumb) -> None:
-    """What a 404 says may be anything."""
-    dumb.state = "JOB_STATE_DELETED"
-    dumb.play("optim_step", Reply(404, b"[" * 100_000))
-    async with verified(dumb.data, dumb.plane(), QUICK) as http:
-        response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert response.status_code == 404
-
-
 async def test_a_404_that_grows_when_unpacked_is_bounded(dumb: Dumb) -> None:
     """A small compressed 404 does not fill the memory."""
     bomb = gzip.compress(bytes(128 << 20))
@@ -232,25 +160,6 @@ async def test_a_404_that_grows_when_unpacked_is_bounded(dumb: Dumb) -> None:
             tracemalloc.stop()
     assert response.status_code == 404
     assert peak < 32 << 20
-
-
-def test_a_proxy_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP_PROXY=host:port works with the libraries alone, so it works with us."""
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    Target.of("http://gateway.invalid").transport()
-
-
-def test_a_proxy_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ALL_PROXY counts where there is nothing more special."""
-    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ALL_PROXY", "127.0.0.1:9")
-    assert proxy_of("HTTPS://gateway.invalid/x") == "http://127.0.0.1:9"
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:8")
-    assert proxy_of("https://gateway.invalid/x") == "http://127.0.0.1:8"
 
 
 # ---- the native client ---------------------------------------------------------
@@ -321,26 +230,6 @@ async def test_what_cannot_be_sent_is_a_mistake(client: Client, dumb: Dumb) -> N
     assert not dumb.came
 
 
-async def test_info_is_asked_for_again(client: Client, dumb: Dumb) -> None:
-    """A 404 on `get_info` is doubted like that of a poll: asking changes nothing."""
-    dumb.play("get_info", LOST, reply(200, {"model_id": "m"}))
-    assert await client.info("m") == {"model_id": "m"}
-
-
-async def test_a_result_is_waited_for_as_long_as_was_said(client: Client, dumb: Dumb) -> None:
-    """`timeout_s` bounds the waiting, also while the server holds the poll."""
-
-    async def held(*_: object) -> Reply:
-        await asyncio.sleep(HANG_S)
-        return Reply(408, b"{}")
-
-    dumb.backend = held
-    begun = time.monotonic()
-    with pytest.raises(HoldfastError):
-        await client.future("m:1").result(timeout_s=0.2)
-    assert time.monotonic() - begun < HANG_S / 2
-
-
 @pytest.mark.parametrize("call", ["submit", "result"])
 async def test_an_answer_that_trickles_ends(call: str) -> None:
     """A byte every now and then does not keep a call going beyond its deadline."""
@@ -365,17 +254,6 @@ async def test_an_answer_that_trickles_ends(call: str) -> None:
                 else:
                     await client.future("m:1").result(timeout_s=0.5)
     assert time.monotonic() - begun < HANG_S / 2
-
-
-async def test_a_page_does_not_make_a_route_ready(dumb: Dumb) -> None:
-    """A load balancer's own page, with status 200, is no trainer that answers."""
-
-    async def page(*_: object) -> Reply:
-        return Reply(200, b"<html>welcome</html>", "text/html")
-
-    dumb.backend = page
-    with pytest.raises(HoldfastError):
-        await dumb.target().warm_up(limit_s=1).run()
 
 
 async def test_a_slow_probe_is_tried_again(dumb: Dumb) -> None:
@@ -426,11 +304,6 @@ async def test_requests_under_way_outlive_a_renewal(dumb: Dumb) -> None:
 # ---- odds and ends -------------------------------------------------------------
 
 
-def test_every_public_name_is_there() -> None:
-    """`from holdfast.client import *` works."""
-    assert [name for name in clients.__all__ if not hasattr(clients, name)] == []
-
-
 INTERRUPTED = """
 import os, signal, threading, time
 from holdfast.client import Target
@@ -454,15 +327,6 @@ async def test_ctrl_c_ends_the_warm_up(dumb: Dumb) -> None:
     )
     assert b"MainThread" in done.stdout
     assert b"holdfast-warm-up" not in done.stdout
-
-
-def test_a_connection_that_was_refused_is_not_used_again(library: Library) -> None:
-    """An empty 400 makes the libraries open a new connection; they do with us as well."""
-    library.connect()
-    library.dumb.play("forward_backward", Reply(400, b""))
-    assert "ok" in library.do("forward_backward")
-    first, second = (one.peer for one in library.dumb.of("forward_backward"))
-    assert first != second
 
 
 CLOSED_EARLY = """

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from holdfast.client.meaning import (
-    GONE,
     Kind,
     Meaning,
     Outcome,
@@ -18,6 +17,7 @@ from holdfast.client.meaning import (
     words_of,
 )
 from holdfast.errors import Conflict, Denied, Gone, HoldfastError, Mistake, NotFound, Unavailable
+from holdfast.jobs.records import STATES as STATES_OF_JOBS
 
 BASE = "/training/v1/rlorTrainerJobs/acme/one"
 
@@ -74,7 +74,7 @@ def test_meanings(kind: Kind, status: int, code: str, should_retry: str, meaning
 
 KINDS: tuple[Kind, ...] = ("submit", "poll")
 MEANINGS: tuple[Meaning, ...] = ("answer", "definite", "ambiguous")
-STATES = ("RUNNING", "", "PAUSED", "CREATING", "PENDING", *sorted(GONE))
+STATES = ("", "NOT_FOUND", *STATES_OF_JOBS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,6 +124,7 @@ def test_probes(status: int, code: str, should_retry: str, outcome: Outcome) -> 
         (b'{"error":{"code":7}}', ("", "")),
         (b'{"error":"not found"}', ("", "not found")),
         (b'{"error":null}', ("", "")),
+        (b"[" * 100_000, ("", "")),
         (b"[]", ("", "")),
         (b"", ("", "")),
         (b"<html>404</html>", ("", "")),

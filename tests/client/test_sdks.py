@@ -5,30 +5,26 @@ tests tell it; the trainer is a process of its own, too.
 """
 
 import asyncio
-import json
 import random
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
-from holdfast.proc import Child, HeldPort, spawn
+from holdfast.proc import HeldPort, spawn
 from jobs import counts
-from jobs.counting_trainer import reply
+from jobs.counting_trainer import Reply, reply
 from patience import HANG_S
 
 from .dumb import ACCOUNT, BARE, JOB, LOST, RUN, Dumb, admit, incarnation, over_http
+from .library import PYTHON, ROOT, Process, started
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sdks/bin/python"
 KEYS = {"tinker": "tml-a-key", "fireworks": "fw_a_key"}
 SUBMITS = {"forward", "forward_backward", "optim_step", "save_weights"}
 
@@ -43,34 +39,20 @@ def there() -> None:
 class Library:
     """A client library in its process, the gateway in front of it, and what was counted."""
 
-    def __init__(self, name: str, child: Child, dumb: Dumb, ledger: str) -> None:
+    def __init__(self, name: str, process: Process, dumb: Dumb, ledger: str) -> None:
         self.name, self.dumb, self._ledger = name, dumb, ledger
-        assert child.process.stdin is not None
-        assert child.process.stdout is not None
-        self._stdin: IO[bytes] = child.process.stdin
-        self._stdout: IO[bytes] = child.process.stdout
-
-    def do(self, what: str, **how: Any) -> dict[str, Any]:
-        """Tell it to do something; the answer has `ok` or `error`."""
-        self._stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
-        self._stdin.flush()
-        line = self._stdout.readline()
-        assert line, "the library's process has ended"
-        said: dict[str, Any] = json.loads(line)
-        return said
+        self.do = process.do
 
     def connect(self, *, wrapped: bool = True, warm_up_s: float = 0.0) -> str:
         """A new service client and a new model; its name."""
-        said = self.do(
-            "connect",
-            gateway=self.dumb.url,
-            key=self.dumb.key,
-            wrapped=wrapped,
-            warm_up_s=warm_up_s,
-        )
+        return str(self.connected(wrapped=wrapped, warm_up_s=warm_up_s)["ok"])
+
+    def connected(self, **how: Any) -> dict[str, Any]:
+        """What it says when it has connected, and has made a model."""
+        said = self.do("connect", gateway=self.dumb.url, key=self.dumb.key, **how)
         assert "ok" in said, said
         self.dumb.came.clear()
-        return str(said["ok"])
+        return said
 
     def submits(self) -> list[tuple[str, int]]:
         """What was submitted, and how it was answered."""
@@ -113,20 +95,12 @@ def process(
         "HOLDFAST_EPOCH": "1",
         "COUNTING_DELAY_S": "0.05",
     }
-    quiet = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     with ExitStack() as stack:
         port = stack.enter_context(HeldPort())
         program = [str(PYTHON), str(ROOT / "tests/jobs/counting_trainer.py")]
         env["PORT"] = str(port)
         trainer = stack.enter_context(spawn(program, env=env, log=folder / "trainer.log"))
-        child = stack.enter_context(
-            spawn(
-                [str(PYTHON), str(ROOT / "tests/client/sdk_program.py"), request.param],
-                env=quiet,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        )
+        child = stack.enter_context(started(request.param))
         trainer.wait_until(lambda: listens(port))
         loop = LoopThread("gateway")
         stack.callback(loop.stop)
@@ -189,21 +163,17 @@ def test_a_poll_404_is_polled_again_and_takes_no_new_number(library: Library) ->
 
 
 @pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED"])
-def test_forward_backward_fails_at_once_when_the_job_is_gone(library: Library, state: str) -> None:
-    """Not RUNNING: the library's own "not found", after one send."""
+def test_it_fails_at_once_when_the_job_is_gone(library: Library, state: str) -> None:
+    """Not RUNNING: the library's own error (for a poll, ValueError) after one send. Nothing is
+    submitted again, and no number is taken."""
     model = library.connect()
     library.dumb.state = f"JOB_STATE_{state}"
-    library.dumb.play("forward_backward", LOST, LOST)
+    library.dumb.play("forward_backward", LOST)
     said = library.do("forward_backward")
     assert said["error"] == "NotFoundError", said
     assert library.submits() == [("forward_backward", 404)]
     assert library.applied(model) == []
-
-
-def test_a_poll_404_of_a_job_that_is_gone(library: Library) -> None:
-    """The library says ValueError; nothing is submitted again, and no number is taken."""
     model = library.connect()
-    library.dumb.state = "JOB_STATE_DELETED"
     library.dumb.play("retrieve_future", LOST)
     said = library.do("forward_backward")
     assert said["error"] == "ValueError", said
@@ -237,13 +207,12 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     probes with a bare 404: connected within 3 s after the route is there. One stray 404 in every
     step: it costs 0.5 s at the median at most. One request in five: nothing is lost.
     """
-    where = {"gateway": library.dumb.url, "key": library.dumb.key, "wrapped": True}
     library.connect()  # its process has imported everything
     cold_s, good = 1.5, reply(200, {})
-    warm_s = library.do("connect", **where, warm_up_s=60, patient=True)["took_s"]
+    warm_s = library.connected(wrapped=True, warm_up_s=60, patient=True)["took_s"]
     library.dumb.lost = after(cold_s)
     library.dumb.play("probe", good, BARE, good, BARE)
-    said = library.do("connect", **where, warm_up_s=60, patient=True)
+    said = library.connected(wrapped=True, warm_up_s=60, patient=True)
     # A busy machine makes every connection slow: what counts is what doubt adds to it.
     assert said["took_s"] - cold_s - warm_s < 3.0
     plain_s = statistics.median(library.do("step")["took_s"] for _ in range(3))
@@ -264,9 +233,7 @@ def test_a_route_that_is_stale_for_20_s(library: Library) -> None:
     """In the middle of training, with the retries that users have: the step takes as long, and
     is done once. A job that is deleted meanwhile fails at once.
     """
-    said = library.do(
-        "connect", gateway=library.dumb.url, key=library.dumb.key, wrapped=True, patient=True
-    )
+    said = library.connected(wrapped=True, patient=True)
     assert "ok" in library.do("step")
     library.dumb.lost = after(20.0)
     stale = library.do("step")
@@ -301,3 +268,12 @@ def test_a_library_without_the_way_in_is_refused(library: Library) -> None:
     said = library.do("without", module=module, name=name)
     assert said["error"] == "Mistake", said
     assert said["text"].startswith(f"{version} has no ")
+
+
+def test_a_connection_that_was_refused_is_not_used_again(library: Library) -> None:
+    """An empty 400 makes the libraries open a new connection; they do with us as well."""
+    library.connect()
+    library.dumb.play("forward_backward", Reply(400, b""))
+    assert "ok" in library.do("forward_backward")
+    first, second = (one.peer for one in library.dumb.of("forward_backward"))
+    assert first != second

@@ -2,30 +2,24 @@
 
 import asyncio
 import contextlib
-import gzip
-import json
 import math
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
 
 from holdfast.client import POLICY, ControlPlane, Doubted
 from holdfast.client.meaning import AGAIN, next_step
-from holdfast.events import Counters, Event, EventLog, read
-from holdfast.ledger import Ledger, Put
+from holdfast.events import Event
+from holdfast.ledger import Put
 from holdfast.retry import Policy
 from jobs.counting_trainer import Reply, problem, reply
-from jobs.counts import assert_exactly_once
 from patience import HANG_S
 
-from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, RUN, Dumb, counting, operation, verified
+from .dumb import ACCOUNT, JOB, KEY, LOST, NOT_READY, QUICK, Dumb, operation, verified
 from .lines import listening
-
-QUICK = Policy(attempts=999, base_s=0.02, factor=1.5, max_s=0.1, jitter=0.25, deadline_s=3.0)
 
 
 @dataclass
@@ -33,7 +27,6 @@ class Bench:
     """A client over the transport, and all that is behind it."""
 
     dumb: Dumb
-    ledger: Ledger
     http: httpx.AsyncClient
     events: list[Event]
 
@@ -48,17 +41,15 @@ class Bench:
         return await self.http.post("/api/v1/retrieve_future", json={"request_id": f"m:{seq}"})
 
     async def applied(self) -> int:
-        return len((await assert_exactly_once(self.ledger, RUN, ACCOUNT, JOB))["m"])
+        return (await self.dumb.applied())["m"]
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    async with counting(delay_s=0.0) as (trainer, ledger), Dumb(trainer.answer).serve() as dumb:
-        await ledger.txn((), [Put(trainer._keys.model("m"), b"0")])
-        seen: list[Event] = []
-        plane = dumb.plane(timeout_s=0.5)
-        async with verified(dumb.data, plane, QUICK, emit=seen.append) as http:
-            yield Bench(dumb, ledger, http, seen)
+async def bench(dumb: Dumb, seen: list[Event]) -> AsyncIterator[Bench]:
+    await dumb.ledger.txn((), [Put(dumb.trainer.keys.model("m"), b"0")])
+    plane = dumb.plane(timeout_s=0.5)
+    async with verified(dumb.data, plane, QUICK, emit=seen.append) as http:
+        yield Bench(dumb, http, seen)
 
 
 def within(bench: Bench, limit_s: float) -> httpx.AsyncClient:
@@ -73,109 +64,53 @@ async def test_without_a_404_nobody_is_asked(bench: Bench) -> None:
     assert (len(bench.dumb.came), bench.dumb.asked, bench.events) == (1, 0, [])
 
 
-async def test_a_submit_recovers_while_running(bench: Bench) -> None:
-    """404s while RUNNING: the same bytes again, until it is promised; it is done once."""
-    bench.dumb.play("optim_step", LOST, LOST, LOST, LOST)
-    assert (await bench.submit()).status_code == 200
-    sent = bench.dumb.of("optim_step")
-    assert [one.status for one in sent] == [404, 404, 404, 404, 200]
-    assert {one.body for one in sent} == {operation(1)}, "not the same bytes"
-    assert await bench.applied() == 1
-    assert [str(one) for one in bench.doubted[:2]] == [
-        "404 on submit, control plane says RUNNING, try 1, 3 s left: send again",
-        "404 on submit, control plane says RUNNING, try 2, 3 s left: send again",
-    ]
-    assert [one.step for one in bench.doubted] == ["send again"] * 4 + ["recovered"]
+BROKEN: dict[str, Reply | None] = {
+    "silent": None,
+    "broken": problem(500, "oops", "it broke"),
+    "nonsense": Reply(200, b'{"state": 7}'),
+    "page": Reply(200, b"<html>RUNNING</html>", "text/html"),
+    "huge": Reply(200, b'{"state":"JOB_STATE_RUNNING","x":"' + b"x" * (2 << 20) + b'"}'),
+    "almost": reply(200, {"state": "JOB_STATE_RUNNING_DOWN"}),
+}
 
 
-async def test_a_poll_is_polled_again_and_never_submitted(bench: Bench) -> None:
-    """404s on a poll while RUNNING: polled until there is a result, with a single submit."""
-    await bench.submit()
-    bench.dumb.play("retrieve_future", LOST, LOST)
-    assert (await bench.poll()).json()["metrics"] == {"step:max": 1.0}
-    assert len(bench.dumb.of("optim_step")) == 1
-    assert [one.status for one in bench.dumb.of("retrieve_future")] == [404, 404, 200]
-    assert str(bench.doubted[1]) == (
-        "404 on poll, control plane says RUNNING, try 2, 3 s left: poll again"
-    )
-    assert await bench.applied() == 1
-
-
-@pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED", "CREATING", "DELETING", ""])
-@pytest.mark.parametrize("call", ["submit", "poll"])
-async def test_what_does_not_run_fails_at_once(bench: Bench, call: str, state: str) -> None:
-    """Any other state than RUNNING: the original 404, after one send and one question."""
-    bench.dumb.state = f"JOB_STATE_{state}" if state else ""
-    name = "optim_step" if call == "submit" else "retrieve_future"
-    bench.dumb.play(name, LOST, LOST)
-    response = await (bench.submit() if call == "submit" else bench.poll())
-    assert (response.status_code, response.content) == (404, LOST.body)
-    assert (len(bench.dumb.of(name)), bench.dumb.asked) == (1, 1)
-    (event,) = bench.doubted
-    assert (event.control, event.step) == (state or "NOT_FOUND", "raise")
-
-
-async def silent() -> Reply:
-    await asyncio.sleep(2 * HANG_S)
-    raise AssertionError
-
-
-async def broken() -> Reply:
-    return problem(500, "oops", "it broke")
-
-
-async def nonsense() -> Reply:
-    return Reply(200, b'{"state": 7}')
-
-
-async def html() -> Reply:
-    return Reply(200, b"<html>RUNNING</html>", "text/html")
-
-
-async def huge() -> Reply:
-    return Reply(200, b'{"state":"JOB_STATE_RUNNING","x":"' + b"x" * (2 << 20) + b'"}')
-
-
-async def almost() -> Reply:
-    return reply(200, {"state": "JOB_STATE_RUNNING_DOWN"})
-
-
-@pytest.mark.parametrize("control", [silent, broken, nonsense, html, huge, almost])
+@pytest.mark.parametrize("why", [*BROKEN, "not there", "another's", "none"])
 async def test_without_a_word_of_the_control_plane_it_fails_at_once(
-    bench: Bench, control: object
+    bench: Bench, why: str
 ) -> None:
-    """No answer, an error, or no answer that means RUNNING: the original 404, not another."""
-    bench.dumb.control = control  # type: ignore[assignment]  # parametrized
-    bench.dumb.play("optim_step", LOST, LOST)
-    async with asyncio.timeout(HANG_S):  # one that is silent is silent for longer
-        response = await bench.submit()
-    assert (response.status_code, response.content) == (404, LOST.body)
-    assert len(bench.dumb.of("optim_step")) == 1
-    assert bench.doubted[0].step == "raise"
+    """No answer, an error, no answer that means RUNNING, a control plane that refuses our key, or
+    none at all: the original 404, not another, after one send. The key is in no event."""
 
+    async def answer() -> Reply:
+        if (said := BROKEN[why]) is None:
+            await asyncio.sleep(2 * HANG_S)
+        return said or LOST
 
-@pytest.mark.parametrize("why", ["not there", "another's", "none"])
-async def test_who_does_not_say_running_is_no_answer(bench: Bench, why: str) -> None:
-    """Nobody listens where the control plane should be, it refuses our key, or there is none:
-    the original 404, at once. The key is in no event."""
+    bench.dumb.control = answer if why in BROKEN else None
     control = {
         "not there": ControlPlane("http://127.0.0.1:9", ACCOUNT, JOB, KEY, timeout_s=0.5),
         "another's": bench.dumb.plane("another-key"),
         "none": None,
-    }[why]
+    }.get(why, bench.dumb.plane(timeout_s=0.5))
     bench.dumb.play("optim_step", LOST, LOST)
-    async with verified(bench.dumb.data, control, QUICK, emit=bench.events.append) as http:
+    client = verified(bench.dumb.data, control, QUICK, emit=bench.events.append)
+    async with asyncio.timeout(HANG_S), client as http:
         response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert (response.status_code, len(bench.dumb.came)) == (404, 1)
+    assert (response.status_code, response.content) == (404, LOST.body)
+    assert len(bench.dumb.came) == 1
+    assert {one.step for one in bench.doubted} == ({"raise"} if control else set())
     assert "another-key" not in repr(bench.events) + repr(control)
 
 
 async def test_a_404_that_stays_is_raised_in_the_end(bench: Bench) -> None:
-    """When the time is used up, though the control plane keeps saying RUNNING."""
-    bench.dumb.play("optim_step", *[LOST] * 999)
+    """When the time is used up, though the control plane keeps saying RUNNING. If it asked for
+    retries, it has had them: it does not ask whoever is above for more."""
+    asks = Reply(404, LOST.body, headers=(("x-should-retry", "true"),))
+    bench.dumb.play("optim_step", *[asks] * 999)
     async with within(bench, 0.8) as http:
         response = await http.post("/api/v1/optim_step", content=operation(1))
     assert (response.status_code, response.content) == (404, LOST.body)
+    assert response.headers["x-should-retry"] == "false"
     sent = len(bench.dumb.of("optim_step"))
     *again, last = bench.doubted
     assert {one.step for one in again} == {"send again"}
@@ -236,16 +171,6 @@ async def test_thirty_seconds_and_no_more() -> None:
     assert 28.0 <= clock.at <= 30.0
 
 
-def test_decisions_are_events(tmp_path: Path) -> None:
-    """What was decided is in the process's event log, and is counted."""
-    log = EventLog(tmp_path / "log", process="test", sinks=[counters := Counters()])
-    log.emit(Doubted(kind="poll", path="/x", failures=2, control="RUNNING", step="raise"))
-    assert not log.close()
-    (event,) = read(tmp_path / "log")
-    assert isinstance(event, Doubted)
-    assert b'holdfast_client_doubted_total{kind="poll",step="raise"} 1.0' in counters.expose()
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -263,27 +188,6 @@ async def test_other_errors_are_the_callers(bench: Bench, other: Reply) -> None:
     for response in (await bench.submit(), await bench.poll()):
         assert (response.status_code, response.content) == (other.status, other.body)
     assert (len(bench.dumb.came), bench.dumb.asked) == (2, 0)
-
-
-@pytest.mark.parametrize(
-    "sure",
-    [
-        problem(404, "job_not_found", "no such job"),
-        Reply(404, json.dumps({"error": {"code": "job_gone"}}).encode()),
-        Reply(404, b"", headers=(("x-should-retry", "false"),)),
-        Reply(
-            404,
-            gzip.compress(b'{"error":{"code":"job_not_found"}}'),
-            headers=(("content-encoding", "gzip"),),
-        ),
-    ],
-)
-async def test_who_is_sure_is_believed(bench: Bench, sure: Reply) -> None:
-    """A gateway that asked before it answered: no question, no retry, for submit and poll."""
-    bench.dumb.play("optim_step", sure)
-    bench.dumb.play("retrieve_future", sure)
-    assert (await bench.submit()).status_code == (await bench.poll()).status_code == 404
-    assert (len(bench.dumb.came), bench.dumb.asked, bench.events) == (2, 0, [])
 
 
 async def test_other_paths_are_left_alone(bench: Bench) -> None:
@@ -317,16 +221,6 @@ async def test_the_time_a_poll_is_held_is_not_counted(bench: Bench) -> None:
     assert response.status_code == 200
 
 
-async def test_given_up_here_is_given_up_above(bench: Bench) -> None:
-    """A 404 that asks for retries, and has had them, does not ask whoever is above for more."""
-    asks = Reply(404, b"{}", headers=(("x-should-retry", "true"),))
-    bench.dumb.play("optim_step", *[asks] * 999)
-    async with within(bench, 0.3) as http:
-        response = await http.post("/api/v1/optim_step", content=operation(1))
-    assert response.headers["x-should-retry"] == "false"
-    assert len(bench.dumb.came) > 1
-
-
 async def test_a_streamed_body_is_the_same_every_time(bench: Bench) -> None:
     """A body that can be read once only is kept, so that the second send has it too."""
 
@@ -337,14 +231,6 @@ async def test_a_streamed_body_is_the_same_every_time(bench: Bench) -> None:
     bench.dumb.play("optim_step", LOST, LOST)
     assert (await bench.http.post("/api/v1/optim_step", content=parts())).status_code == 200
     assert {one.body for one in bench.dumb.came} == {operation(1)}
-
-
-async def test_a_huge_404_is_kept_in_part(bench: Bench) -> None:
-    """What a 404 says is bounded; it stays a 404."""
-    bench.dumb.state = "JOB_STATE_DELETED"
-    bench.dumb.play("optim_step", Reply(404, b"x" * (3 << 20)))
-    response = await bench.submit()
-    assert (response.status_code, len(response.content)) == (404, 1 << 20)
 
 
 async def test_an_endless_404_ends(bench: Bench) -> None:

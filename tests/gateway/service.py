@@ -1,10 +1,12 @@
 """`holdfast serve` for tests: real processes, and ways to ask and to hurt them."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,13 @@ from patience import HANG_S
 
 TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
 LIMIT_S = HANG_S
+
+
+async def answer_ok(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Be another server, which answers everything with 200."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    writer.close()
 
 
 class Answer:
@@ -34,6 +43,18 @@ class Answer:
         return f"<{self.status} {self.raw[:200]!r} after {self.took_s:.2f} s>"
 
 
+def ask(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
+    """One request to a port of this machine, on a connection of its own."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as line:
+        began = time.monotonic()
+        raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+        line.request(method, path, raw, headers)
+        response = line.getresponse()
+        content = response.read()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, named, content, time.monotonic() - began)
+
+
 class Service:
     """One `holdfast serve`."""
 
@@ -42,20 +63,12 @@ class Service:
         self.port, self.url, self.key = 0, "", ""
         self.account = "local"
 
-    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> Answer:
-        """One request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        began = time.monotonic()
-        try:
-            raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
-            headers = {"X-Api-Key": self.key if key is None else key}
-            connection.request(method, path, raw, headers)
-            response = connection.getresponse()
-            content = response.read()
-            named = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, named, content, time.monotonic() - began)
-        finally:
-            connection.close()
+    def ask(
+        self, method: str, path: str, body: Any = None, key: str | None = None, port: int = 0
+    ) -> Answer:
+        """One request on a connection of its own; `port`: at another door than its own."""
+        headers = {"X-Api-Key": self.key if key is None else key}
+        return ask(port or self.port, method, path, body, headers)
 
     def is_ready(self) -> bool:
         """Whether it serves; its note says where, and which life of it has written it."""
@@ -86,6 +99,12 @@ class Service:
 
     def wait(self, job: str, state: str = "RUNNING") -> None:
         wait_for(lambda: self.state(job) == state, f"{job} is {state}")
+
+    def add_account(self, account: str) -> str:
+        """A key of another account, made as an operator makes it."""
+        argv = [sys.executable, "-m", "holdfast", "accounts", "key", account]
+        argv += ["--ledger", f"sqlite:///{self.folder}/ledger.db"]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
     # ---- hurting it ----------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """The examples in deploy/: real nginx and HAProxy in front of real gateways."""
 
-import http.client
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -31,16 +29,6 @@ def _program(name: str, package: str) -> str:
     return found
 
 
-def _ask(service: Service, port: int, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", path, headers={"X-Api-Key": service.key})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
 @pytest.mark.parametrize("name", ["nginx", "haproxy"])
 def test_a_trainer_is_reached_through_it(service: Service, tmp_path: Path, name: str) -> None:
     """The file as it is, but for the ports; the second gateway it names is not there."""
@@ -61,15 +49,15 @@ def test_a_trainer_is_reached_through_it(service: Service, tmp_path: Path, name:
         def reached() -> bool:
             assert child.alive(), (tmp_path / "log").read_text()
             try:
-                return _ask(service, front, service.way("behind"))[0] == 200
+                return service.ask("GET", service.way("behind"), port=front).status == 200
             except OSError:
                 return False
 
         wait_for(reached, f"{name} passes requests on")
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
-            status, raw = _ask(service, front, service.way("behind"))
-            assert status == 200, raw
-        assert json.loads(raw)["job"] == "local/behind"
-        status, raw = _ask(service, front, service.way("never"))
-        assert (status, json.loads(raw)["error"]["code"]) == (404, "job_not_found")
+            answer = service.ask("GET", service.way("behind"), port=front)
+            assert answer.status == 200, answer
+        assert answer.json["job"] == "local/behind"
+        answer = service.ask("GET", service.way("never"), port=front)
+        assert (answer.status, answer.json["error"]["code"]) == (404, "job_not_found")

@@ -1,7 +1,6 @@
 """What a stranger, or another account, can do at the ports of a real `holdfast serve`."""
 
 import contextlib
-import http.client
 import os
 import selectors
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import Answer, Service, ask, serve, wait_for
 from holdfast import events
 from holdfast.errors import Mistake
 from holdfast.gateway import commands
@@ -38,15 +37,9 @@ def trainer(service: Service) -> psutil.Process:
     return service.processes("fenced_toy.py")[0]
 
 
-def knock(port: int, headers: dict[str, str]) -> tuple[int, bytes]:
+def knock(port: int, headers: dict[str, str]) -> Answer:
     """Ask a trainer's port itself, without the gateway."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("GET", "/api/v1/optim_step", headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
+    return ask(port, "GET", "/api/v1/optim_step", None, headers)
 
 
 def named(epoch: int) -> dict[str, str]:
@@ -59,28 +52,32 @@ def test_a_trainers_port_obeys_its_gateway_and_nobody_else(service: Service) -> 
     port, epoch, secret = int(env["PORT"]), int(env["HOLDFAST_EPOCH"]), env[SECRET]
     assert len(secret) >= 32
     for headers in ({}, named(epoch), {**named(epoch), "x-holdfast-secret": "x" * len(secret)}):
-        status, body = knock(port, headers)
-        assert status == 421, body
-        assert b"local" not in body, "it does not say whose trainer it is"
-        assert b"epoch" not in body
-    assert knock(port, {**named(epoch), "x-holdfast-secret": secret})[0] == 200
+        answer = knock(port, headers)
+        assert answer.status == 421, answer
+        assert b"local" not in answer.raw, "it does not say whose trainer it is"
+        assert b"epoch" not in answer.raw
+    assert knock(port, {**named(epoch), "x-holdfast-secret": secret}).status == 200
     through = service.ask("GET", service.way("one"))
     assert through.status == 200, through
     assert "x-holdfast-secret" not in through.json["headers"], "a trainer's code does not see it"
 
 
-def test_the_secret_is_told_nowhere(service: Service) -> None:
-    """Not in command lines, not in logs and events, not by the control plane."""
+def test_secrets_are_told_nowhere(service: Service) -> None:
+    """A trainer's secret and a caller's key: not in command lines, not in logs, events or any file
+    but the user's note, not by the control plane."""
     process = trainer(service)
-    secret = process.environ()[SECRET]
+    secret, key = process.environ()[SECRET], service.key.rpartition("-")[2]
     assert all(secret not in word for word in process.cmdline())
     for path in (service.jobs(), service.jobs("one"), service.jobs("one", "/logs"), "/metrics"):
         answer = service.ask("GET", path)
         assert answer.status == 200, answer
         assert secret.encode() not in answer.raw
-    written = [one for one in service.folder.rglob("*") if one.suffix in (".log", ".jsonl")]
+    files = [one for one in service.folder.rglob("*") if one.is_file()]
+    written = [one for one in files if one.suffix in (".log", ".jsonl")]
     assert len(written) >= 5
     assert not [one for one in written if secret.encode() in one.read_bytes()]
+    assert {one.name for one in files if key.encode() in one.read_bytes()} == {"serve.json"}
+    assert (service.folder / "serve.json").stat().st_mode & 0o077 == 0
 
 
 def test_a_new_incarnation_has_a_new_secret(service: Service) -> None:
@@ -96,14 +93,7 @@ def test_a_new_incarnation_has_a_new_secret(service: Service) -> None:
     env = trainer(service).environ()
     assert env[SECRET] != old
     claimed = {**named(int(env["HOLDFAST_EPOCH"])), "x-holdfast-secret": old}
-    assert knock(int(env["PORT"]), claimed)[0] == 421
-
-
-def key_of(service: Service, account: str) -> str:
-    """A key of another account, made as an operator makes it."""
-    argv = [sys.executable, "-m", "holdfast", "accounts", "key", account]
-    argv += ["--ledger", f"sqlite:///{service.folder}/ledger.db"]
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+    assert knock(int(env["PORT"]), claimed).status == 421
 
 
 def connect(service: Service, stack: contextlib.ExitStack) -> socket.socket:
@@ -114,7 +104,7 @@ def connect(service: Service, stack: contextlib.ExitStack) -> socket.socket:
 @pytest.mark.timeout(300)
 def test_one_account_does_not_lock_out_another(service: Service) -> None:
     """1,100 polls of one account are held, or told to wait; another's requests are answered."""
-    key = key_of(service, "greedy")
+    key = service.add_account("greedy")
     jobs = "/v1/accounts/greedy/rlorTrainerJobs"
     assert service.ask("POST", f"{jobs}?rlorTrainerJobId=idle", {}, key).status == 200
     assert service.ask("POST", f"{jobs}/idle:pause", None, key).status == 200

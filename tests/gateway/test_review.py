@@ -3,13 +3,9 @@
 import asyncio
 import collections
 import contextlib
-import http.client
-import http.server
-import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.service import TOY, serve, wait_for
+from gateway.service import TOY, answer_ok, ask, serve, wait_for
 from holdfast import ledger, proc
 from holdfast.errors import Mistake, Retriable
 from holdfast.gateway.desk import Desk
@@ -38,12 +34,12 @@ from holdfast.timeouts import Timeouts
 
 
 @contextlib.contextmanager
-def started(folder: Path, port: int, *flags: str, url: str | None = None) -> Iterator[proc.Child]:
+def started(folder: Path, port: int, *flags: str) -> Iterator[proc.Child]:
     """`holdfast serve`, not waited for."""
     folder.mkdir(parents=True, exist_ok=True)
     argv = [
         *(sys.executable, "-m", "holdfast", "serve", "--folder", str(folder), "--port", str(port)),
-        *("--ledger", url or f"sqlite:///{folder}/ledger.db", "--trainer", TOY, *flags),
+        *("--ledger", f"sqlite:///{folder}/ledger.db", "--trainer", TOY, *flags),
     ]
     env = {"XDG_STATE_HOME": str(folder / "state")}
     with proc.spawn(argv, env=env, log=folder / "serve.log") as child:
@@ -54,56 +50,44 @@ def said(folder: Path) -> str:
     return (folder / "serve.log").read_text()
 
 
-def test_one_callers_job_does_not_end_the_host(tmp_path: Path) -> None:
-    """Every description that is accepted can be read by everybody who must."""
-    with serve(tmp_path, "--lease", "2") as service:
-        host = service.processes("host_process")[0].pid
-        for depth in range(960, 1000):
-            body = b'{"how":"silent","a":' + b"[" * depth + b"]" * depth + b"}"
-            made = service.ask("POST", f"{service.jobs()}?rlorTrainerJobId=deep-{depth}", body)
-            assert made.status in (200, 400, 503), made
-            if made.status == 200:
-                assert service.ask("GET", service.jobs(f"deep-{depth}")).status == 200
-        service.create("j")
-        service.wait("j")
-        assert [one.pid for one in service.processes("host_process")] == [host]
-
-
 def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
     """The second one says that the port is taken; callers of the first one hear no 401."""
     with serve(tmp_path / "one") as first:
         first.create("j")
         first.wait("j")
         with started(tmp_path / "two", first.port) as second:
-            wait_for(
-                lambda: not second.alive() or "serving at" in said(tmp_path / "two"), "it says so"
-            )
+            wait_until_it_spoke(second, tmp_path / "two")
             asked = [first.ask("GET", first.way("j")).status for _ in range(40)]
             assert collections.Counter(asked) == {200: 40}
 
 
-def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
+def wait_until_it_spoke(child: proc.Child, folder: Path) -> None:
+    """It has ended, has been announced, or a part of it has ended."""
+    wait_for(
+        lambda: not child.alive() or bool({"serving", "ended"} & {*said(folder).split()}), "it"
+    )
+
+
+async def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
     """The user's key would go to them."""
+    async with await asyncio.start_server(answer_ok, "127.0.0.1", 0) as other:
+        with started(tmp_path, other.sockets[0].getsockname()[1]) as child:
+            await asyncio.to_thread(wait_until_it_spoke, child, tmp_path)
+            assert "serving at" not in said(tmp_path)
 
-    class Other(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        try:
-            with started(tmp_path, other.server_port) as child:
-                wait_for(lambda: not child.alive() or "ended" in said(tmp_path), "it has tried")
-                assert "serving at" not in said(tmp_path)
-        finally:
-            other.shutdown()
-            thread.join()
+@pytest.mark.parametrize(
+    "flags",
+    [("--tls-key", "{bad}"), ("--tls-cert", "{bad}"), ("--ledger", "memory:")],
+    ids=["TLS would be left out", "a certificate that cannot be read", "not to be shared"],
+)
+def test_what_cannot_be_served_is_not_announced(tmp_path: Path, flags: tuple[str, str]) -> None:
+    """It is said before anybody is told where to come."""
+    bad = tmp_path / "bad.pem"
+    bad.write_text("this is none")
+    with started(tmp_path, 0, flags[0], flags[1].format(bad=bad)) as child:
+        wait_until_it_spoke(child, tmp_path)
+        assert "serving at" not in said(tmp_path)
 
 
 def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,44 +107,24 @@ def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             reserve("127.0.0.1", port)
 
 
-def test_tls_is_not_left_out_silently(tmp_path: Path) -> None:
-    key = tmp_path / "key.pem"
-    key.write_text("key")
-    with started(tmp_path, 0, "--tls-key", str(key)) as child:
-        wait_for(lambda: not child.alive() or "serving at" in said(tmp_path), "it says so")
-        assert "serving at http:" not in said(tmp_path)
-
-
-def test_a_certificate_that_cannot_be_read_is_said_before_anything_is_announced(
-    tmp_path: Path,
-) -> None:
-    bad = tmp_path / "bad.pem"
-    bad.write_text("this is none")
-    with started(tmp_path, 0, "--tls-cert", str(bad)) as child:
-        wait_for(lambda: not child.alive() or "ended" in said(tmp_path), "it has tried")
-        assert "serving at" not in said(tmp_path)
-
-
-def test_a_ledger_that_cannot_be_shared_is_refused(tmp_path: Path) -> None:
-    with started(tmp_path, 0, url="memory:") as child:
-        wait_for(lambda: not child.alive() or "serving at" in said(tmp_path), "it says so")
-        assert "serving at" not in said(tmp_path)
+@contextlib.contextmanager
+def gateway_part(folder: Path, ledger_url: str) -> Iterator[Part]:
+    """A gateway as `holdfast serve` starts it."""
+    settings = GatewaySettings(run="r", ledger=ledger_url, name="g", folder=str(folder))
+    part = Part("g", "holdfast.gateway.process", settings, folder / "g.log")
+    part.start()
+    try:
+        yield part
+    finally:
+        part.end(0.0)
 
 
 def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
     """Command lines are everybody's to read."""
-    settings = GatewaySettings(
-        run="r", ledger="etcd://u:secret-word@127.0.0.1:9", name="g", folder=str(tmp_path)
-    )
-    part = Part("g", "holdfast.gateway.process", settings, tmp_path / "g.log")
-    part.start()
-    try:
-        line = psutil.Process(part.pid).cmdline()
-        wait_for(lambda: "holdfast" in " ".join(psutil.Process(part.pid).cmdline()), "exec", 5.0)
-        line = psutil.Process(part.pid).cmdline()
-        assert "secret-word" not in " ".join(line)
-    finally:
-        part.end(0.0)
+    with gateway_part(tmp_path, "etcd://u:secret-word@127.0.0.1:9") as part:
+        process = psutil.Process(part.pid)
+        wait_for(lambda: "holdfast" in " ".join(process.cmdline()), "exec", 5.0)
+        assert "secret-word" not in " ".join(process.cmdline())
 
 
 def test_the_log_of_a_part_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +132,9 @@ def test_the_log_of_a_part_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(child_module, "LOG_BYTES", 128 << 10)
     log = tmp_path / "g.log"
     log.write_bytes(b"x" * (1 << 20))
-    settings = GatewaySettings(
-        run="r", ledger="etcd://127.0.0.1:9", name="g", folder=str(tmp_path)
-    )
-    part = Part("g", "holdfast.gateway.process", settings, log)
-    part.start()
-    try:
+    with gateway_part(tmp_path, "etcd://127.0.0.1:9") as part:
         wait_for(lambda: part.look() is not None or log.stat().st_blocks * 512 < 128 << 10, "it")
         assert log.stat().st_blocks * 512 < 128 << 10
-    finally:
-        part.end(0.0)
 
 
 def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
@@ -211,19 +168,13 @@ async def test_the_default_job_is_not_missing_because_a_watch_lags(tmp_path: Pat
         try:
             await jobs.create("bob", "j", {})  # through another gateway
             await book.set_default("bob", "j")
-            status = await asyncio.to_thread(_ask, server.port, "/api/v1/optim_step", key)
-            assert status == 503, "it is PENDING"
+            headers = {"X-Api-Key": key}
+            told = await asyncio.to_thread(
+                ask, server.port, "POST", "/api/v1/optim_step", b"{}", headers
+            )
+            assert told.status == 503, "it is PENDING"
         finally:
             await server.stop(1.0)
-
-
-def _ask(port: int, path: str, key: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request("POST", path, b"{}", {"X-Api-Key": key})
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> None:
@@ -250,12 +201,3 @@ async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> No
         while len(asyncio.all_tasks()) > before:
             await asyncio.sleep(0.01)
         assert left <= 2 * 64, f"{left} tasks for callers that have left"
-
-
-def test_a_name_may_be_percent_encoded(tmp_path: Path) -> None:
-    """%6a is j, as the control plane says too: a 404 would not be true."""
-    with serve(tmp_path) as service:
-        service.create("j")
-        service.wait("j")
-        assert json.loads(service.ask("GET", service.jobs("%6a")).raw)["name"].endswith("/j")
-        assert service.ask("GET", service.way("%6a")).status == 200

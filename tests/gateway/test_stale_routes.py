@@ -6,58 +6,25 @@ hears "not found" before that, and the trainer's counters show every operation e
 """
 
 import asyncio
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
-from gateway.service import LIMIT_S, Service, serve, wait_for
-from holdfast.proc import spawn
+from client import library
+from gateway.service import Service, serve, wait_for
 from jobs import counts
 from trainer import journaled
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sdks/bin/python"
-TRAINER = f"{PYTHON} -u {ROOT / 'tests/jobs/counting_trainer.py'}"
+TRAINER = f"{library.PYTHON} -u {library.ROOT / 'tests/jobs/counting_trainer.py'}"
 OWN = "holdfast"
 """Holdfast's own trainer."""
 BASES = {TRAINER: "holdfast/counting", OWN: "holdfast/tiny"}
 WORDS = {TRAINER: "counting_trainer.py", OWN: "holdfast.trainer"}
 FLAGS = ("--account", "acme", "--gateways", "3", "--lease", "2")
-
-
-class Library:
-    """A client library in a process of its own."""
-
-    def __init__(self, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self._stdin, self._stdout = stdin, stdout
-
-    def do(self, what: str, **how: Any) -> dict[str, Any]:
-        self._stdin.write(json.dumps({"do": what, **how}).encode() + b"\n")
-        self._stdin.flush()
-        line = self._stdout.readline()
-        assert line, "the library's process has ended"
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-
-@contextlib.contextmanager
-def library(name: str, trainer: str = TRAINER) -> Iterator[Library]:
-    argv = [str(PYTHON), str(ROOT / "tests/client/sdk_program.py"), name]
-    env = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
-    env["BASE_MODEL"] = BASES[trainer]
-    with spawn(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.process.stdin is not None
-        assert child.process.stdout is not None
-        yield Library(child.process.stdin, child.process.stdout)
 
 
 def kill_trainer(service: Service, word: str) -> None:
@@ -90,7 +57,7 @@ def test_no_spurious_not_found_behind_stale_routes(
     """From RUNNING over two moves to the delete; the library is not wrapped."""
     with (
         serve(tmp_path, *FLAGS, trainer=trainer, lag_s=10.0) as service,
-        library(name, trainer) as client,
+        library.started(name, BASES[trainer]) as client,
     ):
         service.account = "acme"
         service.create("one")
@@ -143,7 +110,7 @@ def test_a_naive_gateway_and_what_the_client_makes_of_it(name: str, tmp_path: Pa
     flags = ("--account", "acme", "--gateways", "2")
     with (
         serve(tmp_path, *flags, trainer=TRAINER, lag_s=6.0, naive=True) as service,
-        library(name) as client,
+        library.started(name) as client,
     ):
         service.account = "acme"
         service.create("one")
@@ -160,15 +127,3 @@ def test_a_naive_gateway_and_what_the_client_makes_of_it(name: str, tmp_path: Pa
         ledger = f"sqlite:///{tmp_path}/ledger.db"
         done = asyncio.run(counts.read(ledger, "default", "acme", "one"))[wrapped["ok"]]
         assert [op.seq for op in done] == list(range(1, 11))
-
-
-def test_signals_are_not_ignored_by_the_trainer(tmp_path: Path) -> None:
-    """The counting trainer is really killed by what the tests kill it with."""
-    with serve(tmp_path, "--account", "acme", trainer=TRAINER) as service:
-        service.account = "acme"
-        service.create("one")
-        service.wait("one")
-        first = service.processes("counting_trainer.py")[0]
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait(LIMIT_S)
-        wait_for(lambda: len(service.processes("counting_trainer.py")) == 1, "its successor")

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from gateway.service import Service, serve, wait_for
 from holdfast import ledger
 from holdfast.jobs.records import Keys
-from holdfast.ledger import Put
+from holdfast.ledger import Entry, Get, Op, Put
 from holdfast.servers import EtcdServer
 
 KEYS = Keys("default")
@@ -25,20 +25,10 @@ BROKEN: dict[str, bytes] = {
 }
 
 
-def write(url: str, *puts: Put) -> None:
-    async def work() -> None:
+def txn(url: str, *ops: Op) -> Sequence[Entry | None]:
+    async def work() -> Sequence[Entry | None]:
         async with ledger.open(url) as opened:
-            await opened.txn([], puts)
-
-    asyncio.run(work())
-
-
-def read(url: str, key: str) -> bytes:
-    async def work() -> bytes:
-        async with ledger.open(url) as opened:
-            entry = await opened.get(key)
-            assert entry is not None
-            return entry.value
+            return (await opened.txn([], ops)).results
 
     return asyncio.run(work())
 
@@ -69,8 +59,8 @@ def test_a_bad_job_is_listed_told_and_deleted_and_others_go_on(
 ) -> None:
     """Whatever a job's record holds: the account's other jobs do not notice."""
     service, url = served
-    write(url, *(Put(KEYS.job("local", name), raw) for name, raw in BROKEN.items()))
-    write(url, Put(KEYS.epoch("local", "no-json"), b"7"))
+    txn(url, *(Put(KEYS.job("local", name), raw) for name, raw in BROKEN.items()))
+    txn(url, Put(KEYS.epoch("local", "no-json"), b"7"))
     service.create("good")
     service.wait("good")
     jobs = listed(service)
@@ -89,7 +79,9 @@ def test_a_bad_job_is_listed_told_and_deleted_and_others_go_on(
         assert service.ask("DELETE", service.jobs(name)).status == 200
         assert service.state(name) == "DELETED"
     assert not listed(service).keys() & BROKEN.keys()
-    assert read(url, KEYS.epoch("local", "no-json")) == b"8", "what is left of it is fenced"
+    (epoch,) = txn(url, Get(KEYS.epoch("local", "no-json")))
+    assert epoch is not None
+    assert epoch.value == b"8", "what is left of it is fenced"
     log = "".join(one.read_text() for one in service.folder.rglob("events/*.jsonl"))
     assert '"type":"ledger.unreadable"' in log
     assert service.ask("GET", service.way("good")).status == 200
@@ -100,7 +92,7 @@ def test_a_bad_sign_of_life_goes_with_its_job(served: tuple[Service, str]) -> No
     service, url = served
     service.create("lives")
     service.wait("lives")
-    write(url, Put(KEYS.alive("local", "lives"), b"?"))
+    txn(url, Put(KEYS.alive("local", "lives"), b"?"))
     wait_for(lambda: service.state("lives") == "UNREADABLE", "it is noticed")
     assert service.ask("DELETE", service.jobs("lives")).status == 200
     service.wait("lives", "DELETED")
@@ -115,7 +107,7 @@ def test_a_bad_sign_of_life_goes_with_its_job(served: tuple[Service, str]) -> No
 def test_a_bad_host_or_account_stops_nobody(served: tuple[Service, str]) -> None:
     """Jobs are created and callers are known, whatever stands beside their records."""
     service, url = served
-    write(
+    txn(
         url,
         Put(KEYS.host("bad"), b"?"),
         Put(KEYS.account("bad"), b"?"),

@@ -17,34 +17,37 @@ It speaks enough of the Tinker protocol for the real `tinker` and `fireworks-ai`
 """
 
 import asyncio
-import hashlib
 import json
 import math
 import os
 import struct
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from holdfast import ledger as ledgers
 from holdfast.errors import UnknownOutcome
-from holdfast.jobs.fence import Fence, Incarnation
+from holdfast.jobs.fence import Incarnation
 from holdfast.ledger import Get, Ledger, Put, absent, join, value_is
 from holdfast.proc import die_with_parent
 
 PROTOBUF = "application/x-protobuf"
 MODEL = "holdfast/counting"
-NUMBERED = (
-    "forward",
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "save_weights_for_sampler",
-    "load_weights",
-)
+NUMBERED = ("forward", "forward_backward", "optim_step", "save_weights")
+FIXED: dict[tuple[str, str], Any] = {
+    ("GET", "healthz"): {"status": "ok"},
+    ("GET", "get_server_capabilities"): {
+        "supported_models": [{"model_name": MODEL, "max_context_length": 4096}],
+        "probe": "/api/v1/probe",
+    },
+    ("POST", "client/config"): {},
+    ("POST", "client/dynamic_config"): {},
+    ("POST", "session_heartbeat"): {},
+    ("POST", "telemetry"): {"status": "accepted"},
+}
 MAX_BODY_BYTES = 64 << 20
 _STEP_S = 0.02
 
@@ -56,7 +59,6 @@ class Keys:
         self.root = join("runs", run, "counting", account, job) + "/"
         self.models = self.root + "models/"
         self.ops = self.root + "ops/"
-        self.sessions = self.root + "sessions/"
 
     def model(self, model: str) -> str:
         """How many operations the model has had, as digits."""
@@ -104,8 +106,8 @@ class Counting:
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
-        self._keys = Keys(incarnation.run, incarnation.account, incarnation.job)
-        self._delay_s, self._hold_s, self._order_s = delay_s, hold_s, order_s
+        self.keys = Keys(incarnation.run, incarnation.account, incarnation.job)
+        self.delay_s, self.hold_s, self.order_s = delay_s, hold_s, order_s
         self.engine_dead = False
         """For tests of what a probe finds out: everything answers, nothing computes."""
 
@@ -114,14 +116,8 @@ class Counting:
     ) -> Reply:
         """Answer one request; `headers` have names in lower case."""
         name = path.removeprefix("/api/v1/")
-        if method == "GET":
-            return self._look(name)
-        if method != "POST":
-            return problem(405, "method", f"{method} is not known here")
-        if name in ("client/config", "client/dynamic_config", "session_heartbeat"):
-            return reply(200, {})
-        if name == "telemetry":
-            return reply(200, {"status": "accepted"})
+        if (method, name) in FIXED:
+            return reply(200, FIXED[method, name])
         if name.startswith("sessions/") and name.endswith("/finish"):
             return Reply(200, b"")
         if name == "probe":
@@ -145,24 +141,16 @@ class Counting:
             return await self._apply(name, ask)
         return problem(404, "no_such_path", f"there is no {name[:80]}")
 
-    def _look(self, name: str) -> Reply:
-        if name == "healthz":
-            return reply(200, {"status": "ok"})
-        if name == "get_server_capabilities":
-            model = {"model_name": MODEL, "max_context_length": 4096}
-            return reply(200, {"supported_models": [model], "probe": "/api/v1/probe"})
-        return problem(404, "no_such_path", f"there is no {name[:80]}")
-
     async def _probe(self) -> Reply:
         """Do what training calls need, without counting: read and compute."""
         if self.engine_dead:
             return problem(500, "engine", "the engine has died")
-        await self._ledger.get(self._keys.root + "probe")
+        await self._ledger.get(self.keys.root + "probe")
         return reply(200, {"type": "probe", "computed": outputs([3])[0][0]})
 
     async def _create(self, ask: Mapping[str, Any]) -> Reply:
         model = f"{ask['session_id']}-{ask['model_seq_id']}"
-        key = self._keys.model(model)
+        key = self.keys.model(model)
         while await self._ledger.get(key) is None:
             if await self._commit([absent(key)], [Put(key, b"0")], key) is None:
                 return self._replaced()
@@ -170,7 +158,7 @@ class Counting:
 
     async def _info(self, ask: Mapping[str, Any]) -> Reply:
         model = str(ask["model_id"])
-        if await self._ledger.get(self._keys.model(model)) is None:
+        if await self._ledger.get(self.keys.model(model)) is None:
             return problem(404, "no_such_model", f"there is no model {model[:80]}")
         data = {"arch": "counting", "model_name": MODEL, "tokenizer_id": MODEL}
         return reply(200, {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": 1})
@@ -179,11 +167,9 @@ class Counting:
 
     async def _apply(self, name: str, ask: Mapping[str, Any]) -> Reply:
         model, seq = str(ask["model_id"]), int(ask["seq_id"])
-        if seq < 1:
-            return problem(400, "bad_request", f"operations are numbered from 1, not {seq}")
-        key, counter = self._keys.op(model, seq), self._keys.model(model)
+        key, counter = self.keys.op(model, seq), self.keys.model(model)
         promise = reply(200, {"request_id": f"{model}:{seq}", "model_id": model})
-        until = time.monotonic() + self._order_s
+        until = time.monotonic() + self.order_s
         while True:
             found = await self._ledger.txn((), [Get(key), Get(counter)])
             op, count = found.results
@@ -213,8 +199,7 @@ class Counting:
                 "epoch": self._incarnation.epoch,
                 "lengths": ask.get("lengths", []),
                 "path": ask.get("path"),
-                "sha256": ask["sha256"],
-                "ready_at": time.time() + self._delay_s,
+                "ready_at": time.time() + self.delay_s,
             }
         ).encode()
 
@@ -242,14 +227,14 @@ class Counting:
             return reply(200, {"type": kind, "model_id": model})
         if not model or not what.isdecimal():
             return problem(404, "no_such_future", f"there is no future {request[:80]}")
-        entry = await self._ledger.get(self._keys.op(model, int(what)))
+        entry = await self._ledger.get(self.keys.op(model, int(what)))
         if entry is None:
             return problem(404, "no_such_future", f"there is no future {request[:80]}")
         record = json.loads(entry.value)
         rest_s = record["ready_at"] - time.time()
         if rest_s > 0:
-            await asyncio.sleep(min(rest_s, self._hold_s))
-            if rest_s > self._hold_s:
+            await asyncio.sleep(min(rest_s, self.hold_s))
+            if rest_s > self.hold_s:
                 return reply(408, {"queue_state": "active", "queue_state_reason": "counting"})
         return result(record, model, protobuf=protobuf)
 
@@ -273,7 +258,7 @@ def read(name: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
             sum(len(chunk.get("tokens", ())) for chunk in datum["model_input"]["chunks"])
             for datum in given.get("data", ())
         ]
-    return {**ask, "sha256": hashlib.sha256(body).hexdigest()}
+    return ask
 
 
 def outputs(lengths: list[int]) -> list[list[float]]:
@@ -286,12 +271,8 @@ def result(record: Mapping[str, Any], model: str, *, protobuf: bool) -> Reply:
     op, seq = record["op"], record["seq"]
     if op == "optim_step":
         return reply(200, {"type": "optim_step", "metrics": {"step:max": float(seq)}})
-    if op in ("save_weights", "save_weights_for_sampler"):
-        folder = "weights" if op == "save_weights" else "sampler_weights"
-        name = record["path"] or f"step-{seq}"
-        return reply(200, {"type": op, "path": f"tinker://{model}/{folder}/{name}"})
-    if op == "load_weights":
-        return reply(200, {"type": op, "path": record["path"]})
+    if op == "save_weights":
+        return reply(200, {"type": op, "path": f"tinker://{model}/weights/{record['path']}"})
     values = outputs(record["lengths"])
     metrics = {"loss:sum": -sum(map(sum, values)), "seq:max": float(seq)}
     if protobuf:
@@ -322,43 +303,10 @@ def _message(values: list[list[float]], metrics: Mapping[str, float]) -> bytes:
 
 # ---- the program ---------------------------------------------------------------
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-class App:
-    """`Counting` as an ASGI application."""
-
-    def __init__(self, counting: Counting) -> None:
-        self._counting = counting
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        assert scope["type"] == "http"
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # the other side has gone
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-            assert len(body) <= MAX_BODY_BYTES
-        headers = {
-            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
-        }
-        answer = await self._counting.answer(scope["method"], scope["path"], headers, body)
-        given = [("content-type", answer.content_type), ("content-length", str(len(answer.body)))]
-        given.extend(answer.headers)
-        coded = [(name.encode(), text.encode()) for name, text in given]
-        await send({"type": "http.response.start", "status": answer.status, "headers": coded})
-        await send({"type": "http.response.body", "body": answer.body})
-
 
 async def main() -> None:
     """Serve until the parent ends, or SIGTERM."""
-    uvicorn = import_module("uvicorn")
+    web = import_module("aiohttp.web")
     incarnation = Incarnation.from_env()
     given = {
         name: float(os.environ[f"COUNTING_{name.upper()}"])
@@ -366,16 +314,24 @@ async def main() -> None:
         if f"COUNTING_{name.upper()}" in os.environ
     }
     async with ledgers.open(os.environ["HOLDFAST_LEDGER"]) as ledger:
-        app = Fence(App(Counting(ledger, incarnation, **given)), incarnation)
-        config = uvicorn.Config(
-            app,
-            host="127.0.0.1",
-            port=int(os.environ["PORT"]),
-            lifespan="off",
-            log_level="warning",
-            timeout_graceful_shutdown=2,
-        )
-        await uvicorn.Server(config).serve()
+        counting = Counting(ledger, incarnation, **given)
+
+        async def handle(request: Any) -> Any:
+            if not incarnation.is_meant(request.raw_headers):
+                return web.Response(status=421, headers={"connection": "close"})
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            answer = await counting.answer(
+                request.method, request.path, headers, await request.read()
+            )
+            told = {"content-type": answer.content_type, **dict(answer.headers)}
+            return web.Response(status=answer.status, body=answer.body, headers=told)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", int(os.environ["PORT"])).start()
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

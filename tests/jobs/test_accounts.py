@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.errors import Denied, Mistake, NotFound
+from holdfast.errors import Denied, Mistake, NotFound, Retriable, Unavailable
 from holdfast.jobs.accounts import Accounts, Guests
+from holdfast.jobs.note import Note, find_service, leave_note
 from holdfast.jobs.records import Host, Keys
-from holdfast.ledger import Delete, Ledger, LiveRuntime
+from holdfast.ledger import Delete, Ledger, LiveRuntime, Range
 from holdfast.ledger.records import put
+from jobs.hosts import Through
 from patience import HANG_S
 
 
@@ -92,6 +96,9 @@ async def test_bounds(accounts: Accounts) -> None:
         await accounts.add_key("a")
     with pytest.raises(Mistake):
         await accounts.add_key("../b")
+    for lives_s in (math.inf, math.nan):
+        with pytest.raises(Mistake):
+            await accounts.add_key("b", lives_s)
     with pytest.raises(NotFound):
         await accounts.revoke("a", "nothing")
     with pytest.raises(NotFound):
@@ -99,26 +106,25 @@ async def test_bounds(accounts: Accounts) -> None:
 
 
 async def test_asking_with_unknown_keys_does_not_ask_the_ledger_each_time(
-    accounts: Accounts, guests: Guests, opened: Ledger
+    accounts: Accounts, opened: Ledger
 ) -> None:
-    await accounts.add_key("a")
+    """However many strangers come: the ledger is asked once a second."""
     reads = 0
-    page = type(opened)._page
 
-    async def counted(self: Ledger, *args: object) -> object:
-        nonlocal reads
-        reads += 1
-        return await page(self, *args)  # type: ignore[arg-type]
+    class Counted(Through):
+        async def range(self, prefix: str) -> Range:
+            nonlocal reads
+            reads += 1
+            return await self._real.range(prefix)
 
-    type(opened)._page = counted  # type: ignore[method-assign, assignment]
-    try:
-        began = time.monotonic()
-        strangers = (guests.who(f"tml-{number:012}-" + "b" * 32) for number in range(200))
-        told = await asyncio.gather(*strangers, return_exceptions=True)
-        assert all(isinstance(one, Denied) for one in told)
-        assert 1 <= reads <= 2 + (time.monotonic() - began)
-    finally:
-        type(opened)._page = page  # type: ignore[method-assign]
+    await accounts.add_key("a")
+    counted: Any = Counted(opened)
+    guests = Guests(LiveRuntime(counted), "r", time.time)
+    began = time.monotonic()
+    strangers = (guests.who(f"tml-{number:012}-" + "b" * 32) for number in range(200))
+    told = await asyncio.gather(*strangers, return_exceptions=True)
+    assert all(isinstance(one, Denied) for one in told)
+    assert 1 <= reads <= 2 + (time.monotonic() - began)
 
 
 async def test_with_commands_there_is_one_account(accounts: Accounts) -> None:
@@ -188,11 +194,11 @@ async def test_a_second_account_and_commands_never_both_come(
     assert allowed != ("b" in accounts)
 
 
-class Slow:
+class Slow(Through):
     """A ledger whose user is held up before its nth call."""
 
     def __init__(self, opened: Ledger) -> None:
-        self._opened = opened
+        super().__init__(opened)
         self.timeouts = opened.timeouts
         self.hold_at = self.calls = 0
         self.held, self.go = asyncio.Event(), asyncio.Event()
@@ -203,6 +209,78 @@ class Slow:
                 self.held.set()
                 await self.go.wait()
             self.calls += 1
-            return await getattr(self._opened, name)(*given)
+            return await getattr(self._real, name)(*given)
 
         return call
+
+
+async def test_a_revoked_key_does_not_come_back(accounts: Accounts, opened: Ledger) -> None:
+    """A reading that began before the revocation and ended after it is not believed."""
+    key, kept = await accounts.add_key("bob")
+    slow, begun, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Late(Through):
+        async def range(self, prefix: str, *, revision: int = 0) -> Range:
+            found = await self._real.range(prefix, revision=revision)
+            if slow.is_set():
+                begun.set()
+                await go_on.wait()
+            return found
+
+    lagging: Any = Late(opened)
+    guests = Guests(LiveRuntime(lagging), "r", time.time)
+    following = asyncio.create_task(guests.run())
+    try:
+        async with asyncio.timeout(HANG_S):
+            await guests.ready.wait()
+            assert await guests.who(key) == "bob"
+            slow.set()
+            stranger = asyncio.create_task(guests.who("tml-" + "a" * 12 + "-" + "b" * 32))
+            await begun.wait()
+            await accounts.revoke("bob", kept.id)
+            while kept.id in guests._by_id:
+                await asyncio.sleep(0.01)
+            go_on.set()
+            with pytest.raises(Denied):
+                await stranger
+            with pytest.raises(Denied):
+                await guests.who(key)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_key_is_not_called_wrong_while_the_ledger_is_away(
+    accounts: Accounts, opened: Ledger
+) -> None:
+    """A gateway that has not heard of a key, and cannot ask, says so: try again."""
+    key, _ = await accounts.add_key("bob")
+
+    class Away(Through):
+        async def range(self, prefix: str, *, revision: int = 0) -> Range:
+            raise Unavailable(f"away: {prefix} {revision}")
+
+    away: Any = Away(opened)
+    with pytest.raises(Retriable):
+        await Guests(LiveRuntime(away), "r", time.time).who(key)
+
+
+async def test_a_default_job_is_not_taken_by_a_later_one(
+    accounts: Accounts, opened: Ledger
+) -> None:
+    """Two gateways, one of which has not heard of the first job yet: the first one stays."""
+    await accounts.add_key("bob")
+    stale = Guests(LiveRuntime(opened), "r", time.time)
+    await stale._look()
+    await accounts.set_default("bob", "first")  # through another gateway
+    if not await stale.default_job("bob"):  # what the gateway's `announce` does
+        await accounts.set_default("bob", "second")
+    assert [account.default_job for account in await accounts.all()] == ["first"]
+
+
+def test_the_key_of_ones_own_service_is_for_that_service_only(tmp_path: Path) -> None:
+    """A note is no reason to send its key elsewhere."""
+    leave_note(tmp_path, Note(url="http://127.0.0.1:8700", account="local", key="tml-secret"))
+    assert find_service(tmp_path, "http://127.0.0.1:8700/", None)[1] == "tml-secret"
+    with pytest.raises(Mistake, match="is not sent to"):
+        find_service(tmp_path, "http://elsewhere:80", None)

@@ -45,14 +45,6 @@ def test_every_cell(verb: decide.Verb, state: State) -> None:
     assert after.epoch == before.epoch + ended, "what is ended is fenced, and only that"
 
 
-def test_states_are_those_of_the_sdk() -> None:
-    """And one that is never written: of a record that nobody can read."""
-    assert set(STATES) - {"UNREADABLE"} == {
-        "PENDING", "CREATING", "RUNNING", "FAILED", "CANCELLING", "CANCELLED", "COMPLETED",
-        "EARLY_STOPPED", "DELETING", "PAUSED", "DELETED", "ARCHIVED",
-    }  # fmt: skip
-
-
 def test_names_from_outside_are_checked() -> None:
     for bad in ("", "-a", "a-", "A", "a/b", "..", "a" * 64, "a\n", "ä"):
         with pytest.raises(Mistake):

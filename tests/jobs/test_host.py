@@ -7,95 +7,54 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from holdfast import ledger, proc
 from holdfast.jobs import decide
-from holdfast.jobs.host import Host
 from holdfast.jobs.host_process import HostSettings, _is_dead, _me
-from holdfast.jobs.launcher import Running, Ticket
+from holdfast.jobs.launcher import Ticket
 from holdfast.jobs.local import LocalLauncher, log_file
 from holdfast.jobs.records import Host as HostRecord
 from holdfast.jobs.serving import SETTINGS
-from holdfast.jobs.store import Jobs, Seen
+from holdfast.jobs.store import Jobs
 from holdfast.ledger import Delete, LiveRuntime
 from holdfast.proc import child as child_module
 from holdfast.servers import EtcdServer
 from holdfast.timeouts import Timeouts
+from jobs.hosts import (
+    BUDGET,
+    TOY,
+    host,
+    is_running,
+    left_running,
+    trainers,
+    until,
+    until_next,
+    until_state,
+    until_true,
+)
 from patience import HANG_S
-
-TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
-BUDGET = decide.Budget(restarts=3, base_s=0.05, max_s=0.2)
-
-
-@contextlib.asynccontextmanager
-async def host(
-    tmp_path: Path, name: str = "h1", *, lease_s: float = 2.0, start_s: float = 30.0
-) -> AsyncIterator[Host]:
-    """A host with a connection of its own, as in a process of its own."""
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    launcher = LocalLauncher({"default": TOY}, tmp_path, url, start_s=start_s)
-    async with ledger.open(url) as opened:
-        own = Jobs(LiveRuntime(opened), "r", time.time)
-        times = Timeouts(host_lease_s=lease_s)
-        it = Host(own, launcher, name, timeouts=times, grace_s=2.0, budget=BUDGET)
-        task = asyncio.create_task(it.run())
-        try:
-            yield it
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(
-    jobs: Jobs, wanted: Callable[[Seen], bool], job: str = "j", limit_s: float = HANG_S
-) -> Seen:
-    try:
-        async with asyncio.timeout(limit_s):
-            while True:
-                found = await jobs.get("a", job)
-                if wanted(found):
-                    return found
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"after {limit_s} s it is {found.job}")
-
-
-def is_running(it: Seen) -> bool:
-    return it.job.state == "RUNNING" and it.lives
-
-
-def trainers() -> list[psutil.Process]:
-    """The trainers below this process."""
-    mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if "toy.py" in " ".join(line_of(one))]
-
-
-def line_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 async def test_from_created_to_running_to_killed_to_running(jobs: Jobs, tmp_path: Path) -> None:
-    """A trainer that dies is replaced, under the next epoch, at another address."""
+    """A trainer that dies is replaced, under the next epoch; each epoch has its own log."""
     await jobs.create("a", "j", {})
     async with host(tmp_path):
         first = await until(jobs, is_running)
         os.kill(trainers()[0].pid, signal.SIGKILL)
-        second = await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
+        second = await until_next(jobs, first)
         assert second.job.epoch == first.job.epoch + 1
         assert len(trainers()) == 1
     assert trainers() == [], "a host takes its trainers with it"
-    left = await until(jobs, lambda it: it.job.state == "PENDING")
+    left = await until_state(jobs, "PENDING")
     assert left.alive is None
     assert len(left.job.restarts) == 1, "that a host leaves is not the job's fault"
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs/a/j").iterdir()}
+    assert logs.keys() == {"epoch-1.log", "epoch-2.log"}
+    assert "epoch 2" in logs["epoch-2.log"]
 
 
 async def test_pause_resume_delete(jobs: Jobs, tmp_path: Path) -> None:
@@ -109,7 +68,7 @@ async def test_pause_resume_delete(jobs: Jobs, tmp_path: Path) -> None:
         await jobs.change("a", "j", "resume")
         await until(jobs, is_running)
         assert (await jobs.change("a", "j", "delete")).state == "DELETING"
-        await until(jobs, lambda it: it.job.state == "DELETED")
+        await until_state(jobs, "DELETED")
         assert trainers() == []
 
 
@@ -120,21 +79,21 @@ async def test_a_trainer_that_cannot_work_ends_its_job(jobs: Jobs, tmp_path: Pat
     await jobs.create("a", "forbidden", {"holdfast": {"command": ["true"]}})
     await jobs.create("a", "finished", {"how": "done"})
     async with host(tmp_path):
-        failed = await until(jobs, lambda it: it.job.state == "FAILED")
+        failed = await until_state(jobs, "FAILED")
         assert "code 7" in failed.job.reason
         assert len(failed.job.restarts) == BUDGET.restarts + 1
-        unknown = await until(jobs, lambda it: it.job.state == "FAILED", "unknown")
+        unknown = await until_state(jobs, "FAILED", "unknown")
         assert "--trainer" in unknown.job.reason
-        forbidden = await until(jobs, lambda it: it.job.state == "FAILED", "forbidden")
+        forbidden = await until_state(jobs, "FAILED", "forbidden")
         assert "--allow-commands" in forbidden.job.reason
         assert unknown.job.restarts == forbidden.job.restarts == ()
-        await until(jobs, lambda it: it.job.state == "COMPLETED", "finished")
+        await until_state(jobs, "COMPLETED", "finished")
 
 
 async def test_a_trainer_that_never_answers(jobs: Jobs, tmp_path: Path) -> None:
     await jobs.create("a", "j", {"how": "silent"})
     async with host(tmp_path, start_s=0.3):
-        failed = await until(jobs, lambda it: it.job.state == "FAILED")
+        failed = await until_state(jobs, "FAILED")
         assert "did not answer at /api/v1/healthz" in failed.job.reason
     assert trainers() == []
 
@@ -184,50 +143,29 @@ async def test_a_host_that_loses_its_lease_stops_what_others_have_taken(
         taken = decide.fall(first.job, first.job.epoch, "lost", jobs.wall(), BUDGET)
         # In one moment: the lease's end, and another host's conclusion.
         await jobs.commit(first, taken, ops=[Delete(keys.alive("a", "j"))])
-        second = await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
-        async with asyncio.timeout(HANG_S):
-            while len(trainers()) != 1:
-                await asyncio.sleep(0.01)
+        second = await until_next(jobs, first)
+        await until_true(lambda: len(trainers()) == 1)
         assert second.job.address != first.job.address
 
 
 async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
     """Without a ledger for long its trainers hold machines for nothing."""
     with EtcdServer(tmp_path / "etcd") as etcd:
-        url = "etcd://{}:{}?timeout=1".format(*etcd.endpoint)
-        launcher = LocalLauncher({"default": TOY}, tmp_path, url)
-        async with ledger.open(url) as opened:
-            own = Jobs(LiveRuntime(opened), "r", time.time)
-            times = Timeouts(host_lease_s=2.0, host_adrift_s=2.0)
-            it = Host(own, launcher, "h", timeouts=times, grace_s=1.0)
-            task = asyncio.create_task(it.run())
-            await own.create("a", "j", {})
-            await until(own, is_running)
+        url = "etcd://{}:{}".format(*etcd.endpoint)
+        async with (
+            host(tmp_path, url=f"{url}?timeout=1", host_adrift_s=2.0),
+            ledger.open(url) as opened,
+        ):
+            jobs = Jobs(LiveRuntime(opened), "r", time.time)
+            await jobs.create("a", "j", {})
+            first = await until(jobs, is_running)
             etcd.pause()
             try:
-                async with asyncio.timeout(HANG_S):
-                    while trainers():
-                        await asyncio.sleep(0.05)
+                await until_true(lambda: not trainers())
             finally:
                 etcd.resume()
-            await until(own, lambda it: is_running(it) and it.job.epoch > 1)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await until_next(jobs, first)
     assert trainers() == []
-
-
-async def left_running(jobs: Jobs, account: str, lease_s: float) -> tuple[Seen, int]:
-    """A job "j" that is RUNNING under the lease of a host that is not there; and the lease."""
-    await jobs.create(account, "j", {})
-    found = await jobs.get(account, "j")
-    lease = await jobs.runtime.ledger.grant(lease_s)
-    taken = decide.take(found.job, "dead", jobs.wall())
-    assert taken is not None
-    assert await jobs.commit(found, taken, ops=[jobs.alive_op(taken, lease.id)])
-    await jobs.update(
-        account, "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
-    )
-    return found, lease.id
 
 
 async def test_a_host_that_died_silently_is_noticed_within_its_lease(
@@ -242,29 +180,13 @@ async def test_a_host_that_died_silently_is_noticed_within_its_lease(
     assert time.monotonic() - began > 1.0
 
 
-async def test_logs_are_kept_per_epoch(jobs: Jobs, tmp_path: Path) -> None:
-    await jobs.create("a", "j", {})
-    async with host(tmp_path):
-        first = await until(jobs, is_running)
-        os.kill(trainers()[0].pid, signal.SIGKILL)
-        await until(jobs, lambda it: is_running(it) and it.job.epoch > first.job.epoch)
-    folder = tmp_path / "logs" / "a" / "j"
-    assert {path.name for path in folder.iterdir()} == {"epoch-1.log", "epoch-2.log"}
-    assert "epoch 2" in (folder / "epoch-2.log").read_text()
-
-
-async def test_the_command_of_a_trainer_is_found(tmp_path: Path) -> None:
+def test_the_command_of_a_trainer_is_found(tmp_path: Path) -> None:
+    """The operator's, word by word, or the job's own where that is allowed."""
     launcher = LocalLauncher(
         {"default": "python 'a b' {port}"}, tmp_path, "memory:", allow_commands=True
     )
     assert launcher.command({}) == ["python", "a b", "{port}"]
     assert launcher.command({"holdfast": {"command": ["x", "{port}"]}}) == ["x", "{port}"]
-    ticket = Ticket(run="r", account="a", job="j", epoch=1, spec={})
-    launcher = LocalLauncher({"default": TOY}, tmp_path, "memory:")
-    running: Running = await launcher.start(ticket)
-    assert (await running.serving()).startswith("127.0.0.1:")
-    await running.stop(5.0)
-    assert trainers() == []
 
 
 async def test_what_trainers_write_is_bounded(
@@ -315,7 +237,7 @@ async def test_a_host_that_was_killed_does_not_wait_for_its_old_lease(
         os.kill(first.pid, signal.SIGKILL)
         first.wait(HANG_S)
         with host_process(tmp_path):
-            after = await until(jobs, lambda it: is_running(it) and it.job.epoch > 1)
+            after = await until_next(jobs, before)
     assert after.job.epoch == before.job.epoch + 1
 
 
@@ -328,7 +250,7 @@ async def test_the_lease_of_a_host_that_may_live_is_left_alone(jobs: Jobs, tmp_p
     )
     assert not _is_dead(msgspec.structs.replace(mine, began=1, place="elsewhere"))
     assert not _is_dead(HostRecord(name="h1")), "one of an older release"
-    async with host(tmp_path, lease_s=60.0), host(tmp_path, lease_s=60.0):
+    async with host(tmp_path, host_lease_s=60.0), host(tmp_path, host_lease_s=60.0):
         await jobs.create("a", "j", {})
         found = await until(jobs, is_running)
         assert found.job.epoch == 1

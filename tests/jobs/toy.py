@@ -3,6 +3,8 @@
 import http.server
 import json
 import os
+import signal
+import socket
 import sys
 import time
 
@@ -31,8 +33,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def say(address: tuple[str, int], answer: bytes) -> None:
+    """Answer everybody with these bytes."""
+    with socket.create_server(address) as listener:
+        while True:
+            caller, _ = listener.accept()
+            with caller:
+                caller.recv(4096)
+                caller.sendall(answer)
+
+
 def main() -> None:
-    how = json.loads(os.environ["HOLDFAST_SPEC"]).get("how", "serve")
+    spec = json.loads(os.environ["HOLDFAST_SPEC"])
+    how = spec.get("how", "serve")
     print(f"toy: {how}, epoch {os.environ['HOLDFAST_EPOCH']}", flush=True)
     if how == "exit":
         sys.exit(7)
@@ -40,7 +53,11 @@ def main() -> None:
         sys.exit(0)
     if how == "silent":
         time.sleep(3600)
+    if how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address = (os.environ["HOST"], int(os.environ["PORT"]))
+    if how == "raw":
+        say(address, spec["answer"].encode())
     http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 
 

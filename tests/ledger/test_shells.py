@@ -28,6 +28,7 @@ from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import Stored, decode, encode, load
 from holdfast.ledger.types import Entry
 from holdfast.timeouts import Timeouts
+from patience import HANG_S
 
 from .conformance import within
 

@@ -1,15 +1,22 @@
-"""What may be an address or a key, and the proxies on the way.
+"""What may be an address or a key, the proxies on the way, and which certificates are trusted.
+
+Every connection is verified, wherever it leads; also those that begin without TLS: a redirect may
+lead from http:// to https://.
 
 Keys and passwords are never quoted, not even those that are refused: what is raised here ends
 up in logs.
 """
 
+import functools
+import ssl
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import httpx
+
 from holdfast.errors import Mistake
 
-__all__ = ["check_key", "check_url", "proxy_of"]
+__all__ = ["check_key", "check_url", "proxy_of", "verify"]
 
 
 def check_url(url: str) -> str:
@@ -45,3 +52,13 @@ def proxy_of(url: str) -> str | None:
     if not proxy or proxy_bypass(parts.netloc):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def verify(tls: ssl.SSLContext | None) -> ssl.SSLContext:
+    """The caller's own context, or one for all others: making it takes longer than a request."""
+    return _usual() if tls is None else tls
+
+
+@functools.cache
+def _usual() -> ssl.SSLContext:
+    return httpx.create_ssl_context()

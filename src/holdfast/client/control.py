@@ -27,10 +27,9 @@ from weakref import WeakKeyDictionary
 import httpx
 import msgspec
 
-from holdfast.client.addresses import check_key, check_url, proxy_of
+from holdfast.client.addresses import check_key, check_url, proxy_of, verify
 from holdfast.client.bodies import fault_of, plain, raw_of
 from holdfast.client.meaning import as_error, words_of
-from holdfast.client.tls import verify
 from holdfast.errors import Corrupt, HoldfastError, Mistake, TimedOut, TooLarge
 from holdfast.timeouts import DEFAULTS
 

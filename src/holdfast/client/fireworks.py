@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import httpx
 
-from holdfast.client.sdks import no_seam, run_aside, sdk
+from holdfast.client.sdks import no_seam, sdk, warm_up
 from holdfast.client.target import Target
 from holdfast.client.warmup import Probe
 
@@ -36,8 +36,7 @@ def connect(
 ) -> Any:
     """Warm up, and give a `FiretitanServiceClient`; `options` are its own. 0 s: no warm-up."""
     _seam()
-    if warm_up_s != 0:
-        run_aside(target.warm_up(limit_s=warm_up_s, probe=probe).run())
+    warm_up(target, warm_up_s, probe)
     return service_client(target, **options)
 
 

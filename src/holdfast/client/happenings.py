@@ -1,7 +1,5 @@
 """What the client decided, as events: every 404, every probe."""
 
-from typing import ClassVar
-
 from holdfast.events import Event
 
 __all__ = ["Doubted", "Probed", "Ready", "Retried"]
@@ -10,7 +8,7 @@ __all__ = ["Doubted", "Probed", "Ready", "Retried"]
 class Doubted(Event, frozen=True, tag="client.doubted"):
     """A 404 that may not be true, and what was done about it."""
 
-    labels: ClassVar[tuple[str, ...]] = ("kind", "step")
+    labels = ("kind", "step")
 
     kind: str
     """What got it: submit, or poll (which changes nothing)."""
@@ -45,7 +43,7 @@ class Doubted(Event, frozen=True, tag="client.doubted"):
 class Probed(Event, frozen=True, tag="client.probed"):
     """One probe of the data path, on a connection of its own."""
 
-    labels: ClassVar[tuple[str, ...]] = ("outcome",)
+    labels = ("outcome",)
 
     path: str
     status: int
@@ -67,7 +65,7 @@ class Ready(Event, frozen=True, tag="client.ready"):
 class Retried(Event, frozen=True, tag="client.retried"):
     """The native client met an error that may pass, and what it decided."""
 
-    labels: ClassVar[tuple[str, ...]] = ("name", "verdict")
+    labels = ("name", "verdict")
 
     name: str
     """What was called."""

@@ -29,7 +29,6 @@ from holdfast.errors import (
 
 __all__ = [
     "AGAIN",
-    "GONE",
     "RUNNING",
     "SHOULD_RETRY",
     "Kind",
@@ -55,21 +54,6 @@ ROUTE_NOT_READY: Final = "route_not_ready"
 DEFINITE: Final = frozenset({"job_gone", "job_not_found", "job_paused"})
 """Codes of a gateway that has asked before it answered."""
 AGAIN: Final = frozenset[Step]({"send again", "poll again"})
-GONE: Final = frozenset(
-    {
-        "FAILED",
-        "CANCELLING",
-        "CANCELLED",
-        "COMPLETED",
-        "EARLY_STOPPED",
-        "DELETING",
-        "DELETED",
-        "ARCHIVED",
-        "UNREADABLE",
-        "NOT_FOUND",
-    }
-)
-"""What the control plane says of a job that no route will ever lead to again by itself."""
 CODE_CHARS: Final = 200
 
 _API = "/api/v1/"

@@ -19,7 +19,6 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import httpx
@@ -90,12 +89,7 @@ class Client:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
+from holdfast.client.target import Target
+from holdfast.client.warmup import Probe
 from holdfast.errors import MissingPackage, Mistake
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["no_seam", "run_aside", "sdk"]
+__all__ = ["no_seam", "run_aside", "sdk", "warm_up"]
 
 
 def sdk(module: str, package: str) -> Any:
@@ -33,6 +35,12 @@ def no_seam(package: str, tested: str, what: str) -> NoReturn:
         f"be raised as it comes. Use the version that Holdfast is tested with ({tested}), or "
         "holdfast.client.native"
     )
+
+
+def warm_up(target: Target, limit_s: float | None, probe: Probe | None) -> None:
+    """Block until the data path is ready. 0 s: no warm-up; None: as the target says."""
+    if limit_s != 0:
+        run_aside(target.warm_up(limit_s=limit_s, probe=probe).run())
 
 
 def run_aside(work: Coroutine[Any, Any, None]) -> None:

@@ -7,10 +7,9 @@ from typing import Any, Self
 
 import httpx
 
-from holdfast.client.addresses import check_key, check_url, proxy_of
+from holdfast.client.addresses import check_key, check_url, proxy_of, verify
 from holdfast.client.control import ControlPlane
 from holdfast.client.renewal import RenewingTransport
-from holdfast.client.tls import verify
 from holdfast.client.transport import POLICY, VerifiedTransport
 from holdfast.client.warmup import WarmUp
 from holdfast.errors import Mistake

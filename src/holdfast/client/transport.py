@@ -59,23 +59,24 @@ class VerifiedTransport(httpx.AsyncBaseTransport):
         policy: Policy = POLICY,
         emit: Callable[[Event], None] = events.emit,
     ) -> None:
-        self._inner, self._control, self._policy, self._emit = inner, control, policy, emit
+        self.inner, self.policy, self.emit = inner, policy, emit
+        self._control = control
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and again as long as that is right."""
         kind = kind_of(request.method, request.url.path)
         if self._control is None or kind == "other":
-            return await self._inner.handle_async_request(request)
+            return await self.inner.handle_async_request(request)
         if not isinstance(request.stream, httpx.ByteStream):
             await request.aread()  # what is sent twice must be the same twice
-        call = _Call(self._inner, self._control, request, kind, self._policy, self._emit)
+        call = _Call(self, self._control, request, kind)
         try:
-            return await self._policy.acall(
+            return await self.policy.acall(
                 call.send,
                 on=_NotFound,
                 verify=call.ask,
                 # A question bounds itself; what is left is the deadline.
-                verify_timeout_s=self._policy.deadline_s,
+                verify_timeout_s=self.policy.deadline_s,
                 on_attempt=call.tell,
                 clock=call,
             )
@@ -87,7 +88,7 @@ class VerifiedTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close the transport below."""
-        await self._inner.aclose()
+        await self.inner.aclose()
 
 
 class _NotFound(Exception):
@@ -103,19 +104,12 @@ class _Call:
     sleep = staticmethod(asyncio.sleep)
 
     def __init__(
-        self,
-        inner: httpx.AsyncBaseTransport,
-        control: ControlPlane,
-        request: httpx.Request,
-        kind: Kind,
-        policy: Policy,
-        emit: Callable[[Event], None],
+        self, above: VerifiedTransport, control: ControlPlane, request: httpx.Request, kind: Kind
     ) -> None:
-        self._inner, self._control, self._request = inner, control, request
+        self._above, self._control, self._request = above, control, request
         self._kind: Kind = kind
-        self._emit = emit
         self._held_s = 0.0
-        self._until = self.now() + policy.deadline_s
+        self._until = self.now() + above.policy.deadline_s
         self._said = ""
 
     def now(self) -> float:
@@ -127,7 +121,7 @@ class _Call:
         self._said = ""
         begun = time.monotonic()
         try:
-            response = await self._inner.handle_async_request(self._request)
+            response = await self._above.inner.handle_async_request(self._request)
             if response.status_code != 404:
                 return response
             response, body = await _whole(response)
@@ -160,7 +154,7 @@ class _Call:
             step = next_step(
                 self._kind, "ambiguous", RUNNING if attempt.verdict == "retry" else ""
             )
-        self._emit(
+        self._above.emit(
             Doubted(
                 kind=self._kind,
                 path=self._request.url.path[:200],

@@ -15,6 +15,7 @@ seen to answer 200 on a server whose engine had died. A caller who knows better 
 """
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -25,14 +26,14 @@ import httpx
 import msgspec
 
 from holdfast import events
-from holdfast.client.addresses import check_key, check_url, proxy_of
+from holdfast.client.addresses import check_key, check_url, proxy_of, verify
 from holdfast.client.bodies import fault_of
 from holdfast.client.control import ControlPlane
 from holdfast.client.happenings import Probed, Ready
-from holdfast.client.meaning import GONE, SHOULD_RETRY, Outcome, as_error, outcome_of, words_of
-from holdfast.client.tls import verify
+from holdfast.client.meaning import SHOULD_RETRY, Outcome, as_error, outcome_of, words_of
 from holdfast.errors import Gone, HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.events import Event
+from holdfast.jobs.records import GONE
 from holdfast.retry import Policy
 from holdfast.timeouts import DEFAULTS
 
@@ -46,6 +47,8 @@ BACKOFF: Final = Policy(
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _INFO = "/api/v1/get_info"
 _MAX_BODY_BYTES = 1 << 20
+_GONE: Final = GONE | {"NOT_FOUND"}
+"""What the control plane says of a job that no route will ever lead to again by itself."""
 
 Probe = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 """Sends something that computes, with a client that has the data path as its base URL.
@@ -66,21 +69,19 @@ class WarmUp:
     control: ControlPlane | None = None
     model_id: str = ""
     probe: Probe | None = None
-    successes: int = SUCCESSES
     limit_s: float = DEFAULTS.warm_up_s
     probe_s: float = DEFAULTS.probe_s
     """How long one probe may take; a slow one is tried again within `limit_s`."""
     backoff: Policy = BACKOFF
     """How far apart the probes are; its deadline is `limit_s`."""
-    headers: dict[str, str] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
     emit: Callable[[Event], None] = events.emit
 
     def __post_init__(self) -> None:
         check_url(self.base_url)
         check_key(self.api_key)
-        if self.successes < 1 or not 0 < self.limit_s <= 3600 or not self.probe_s > 0:
-            raise Mistake("a warm-up needs 1 success or more, within an hour at most")
+        if not 0 < self.limit_s <= 3600 or not self.probe_s > 0:
+            raise Mistake("a warm-up takes more than 0 s and an hour at most")
         self._offer: str | None = None  # not known; "" is known not to be
         self._streak = self._probes = 0
         self._last: HoldfastError | None = None
@@ -91,7 +92,7 @@ class WarmUp:
         backoff = replace(self.backoff, deadline_s=self.limit_s)
         try:
             async with asyncio.timeout(self.limit_s):
-                while self._streak < self.successes:
+                while self._streak < SUCCESSES:
                     await backoff.acall(self._try, on=_NotReady)
         except (_NotReady, TimeoutError):
             raise TimedOut(
@@ -143,24 +144,19 @@ class WarmUp:
         )
 
     async def _not_ready(self) -> NoReturn:
-        await self._ask()
-        raise _NotReady(str(self._last))
-
-    async def _ask(self) -> None:
-        """Stop waiting for a job that is gone. Not knowing is no reason to stop."""
-        if self.control is None:
-            return
-        try:
-            state = await self.control.state()
-        except HoldfastError:
-            return
-        if state in GONE:
+        """Try again, but not for a job that is gone. Not knowing is no reason to stop."""
+        state = ""
+        if self.control is not None:
+            with contextlib.suppress(HoldfastError):
+                state = await self.control.state()
+        if self.control is not None and state in _GONE:
             job = f"{self.control.account}/{self.control.job}"
             raise Gone(f"job {job} is {state}: there is nothing to connect to") from self._last
+        raise _NotReady(str(self._last))
 
     async def _once(self) -> httpx.Response:
         """One probe. Only its own connection is used, and it is closed."""
-        headers = {"connection": "close", **self.headers}
+        headers = {"connection": "close"}
         if self.api_key:
             headers["x-api-key"] = self.api_key
         async with (

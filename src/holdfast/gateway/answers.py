@@ -23,7 +23,9 @@ __all__ = [
     "Route",
     "Verdict",
     "Wait",
+    "again",
     "decide",
+    "final",
     "kind_of",
     "late",
     "not_found",
@@ -91,7 +93,8 @@ def decide(seen: Seen | None, kind: Kind, *, fresh: bool) -> Verdict:
     if not fresh:
         return CONFIRM
     if job.state == "PAUSED":
-        return Wait(_paused(job)) if kind == "poll" else _is_paused(job)
+        told = f"the job {job.name} is paused: `holdfast jobs resume {job.id}` lets it go on"
+        return Wait(told) if kind == "poll" else final(423, "job_paused", told)
     return _is_gone(job)
 
 
@@ -104,34 +107,23 @@ def late(kind: Kind, reason: str, *, retry_after_ms: int = 1000) -> Answer:
             **_body("route_not_ready", reason),
         }
         return Answer(408, msgspec.json.encode(body), (), "route_not_ready")
-    return problem(
-        503,
-        "route_not_ready",
-        f"{reason}; send the same request again",
-        ("retry-after-ms", str(retry_after_ms)),
-        ("x-should-retry", "true"),
-    )
+    told = f"{reason}; send the same request again"
+    return again(503, "route_not_ready", told, retry_after_ms)
 
 
 def not_found() -> Answer:
     """The same for a job that never was and for somebody else's: nobody learns which."""
-    return problem(
-        404,
-        "job_not_found",
-        "there is no such job in this account: check the account and the job's id",
-        ("x-should-retry", "false"),
-    )
+    told = "there is no such job in this account: check the account and the job's id"
+    return final(404, "job_not_found", told)
 
 
 def too_many(what: str) -> Answer:
     """An account has its share of requests, held polls or connections: others need the rest."""
-    return problem(
+    return again(
         429,
         f"too_many_{what}",
         f"this account has too many {what} at this gateway: wait for the answers to earlier "
         "ones, then send the same request again",
-        ("retry-after-ms", "1000"),
-        ("x-should-retry", "true"),
     )
 
 
@@ -152,6 +144,17 @@ def problem(status: int, code: str, message: str, *headers: tuple[str, str]) -> 
     return Answer(status, msgspec.json.encode(_body(code, message)), headers, code)
 
 
+def final(status: int, code: str, message: str) -> Answer:
+    """An answer that stays the same however often the request is sent."""
+    return problem(status, code, message, ("x-should-retry", "false"))
+
+
+def again(status: int, code: str, message: str, wait_ms: int = 1000) -> Answer:
+    """An answer that asks for the same request again, after a pause."""
+    pause = ("retry-after-ms", str(wait_ms))
+    return problem(status, code, message, pause, ("x-should-retry", "true"))
+
+
 def _body(code: str, message: str) -> dict[str, Any]:
     # `detail` is what the Tinker SDK shows, `error.message` the Fireworks SDK.
     return {"error": {"code": code, "message": message}, "detail": message}
@@ -165,20 +168,7 @@ def _why(seen: Seen) -> str:
     return f"the trainer of {job.name} is not ready ({job.state}, epoch {job.epoch}){told}"
 
 
-def _paused(job: Job) -> str:
-    return f"the job {job.name} is paused: `holdfast jobs resume {job.id}` lets it go on"
-
-
-def _is_paused(job: Job) -> Answer:
-    return problem(423, "job_paused", _paused(job), ("x-should-retry", "false"))
-
-
 def _is_gone(job: Job) -> Answer:
     told = f": {job.reason}" if job.reason else ""
     can = "; it can be resumed" if job.state in ("FAILED", "CANCELLED", "COMPLETED") else ""
-    return problem(
-        410,
-        f"job_{job.state.lower()}",
-        f"the job {job.name} is {job.state}{told}{can}",
-        ("x-should-retry", "false"),
-    )
+    return final(410, f"job_{job.state.lower()}", f"the job {job.name} is {job.state}{told}{can}")

@@ -34,6 +34,8 @@ from holdfast.timeouts import DEFAULTS
 __all__ = ["accounts", "serve"]
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+C = TypeVar("C", bound=Callable[..., Any] | click.Command)
 
 ONE_ACCOUNT = "one-account"
 """What `--allow-commands` without a value says."""
@@ -50,15 +52,22 @@ _LEDGER = click.option(
     help="Where jobs are recorded: sqlite:///file (one machine) or etcd://host:port,… "
     "[default: a file in your state folder]",
 )
-_RUN = click.option("--run", default="default", show_default=True, help="The run's name.")
+
+
+def _shown(flag: str, name: str, default: object, about: str | None = None) -> Callable[[C], C]:
+    """A flag whose default is shown."""
+    return click.option(flag, name, default=default, show_default=True, help=about)
+
+
+_RUN = _shown("--run", "run", "default", "The run's name.")
 
 
 @click.command()
 @_LEDGER
 @_RUN
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
-@click.option("--port", default=8700, show_default=True, help="0: any free one.")
-@click.option("--gateways", default=1, show_default=True, help="Processes that share the port.")
+@_shown("--host", "host", "127.0.0.1", "Where to listen.")
+@_shown("--port", "port", 8700, "0: any free one.")
+@_shown("--gateways", "gateways", 1, "Processes that share the port.")
 @click.option(
     "--trainer",
     "trainers",
@@ -74,9 +83,7 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     metavar="NAME=DIRECTORY",
     help="For Holdfast's own trainer: a Hugging Face model directory that may be trained.",
 )
-@click.option(
-    "--ranks", default=1, show_default=True, help="For Holdfast's own trainer: its processes."
-)
+@_shown("--ranks", "ranks", 1, "For Holdfast's own trainer: its processes.")
 @click.option(
     "--fsdp",
     is_flag=True,
@@ -95,42 +102,24 @@ _RUN = click.option("--run", default="default", show_default=True, help="The run
     "keys for every account, so there must be one account only, unless you say that all are "
     "trusted.",
 )
-@click.option("--health-path", default="/api/v1/healthz", show_default=True)
-@click.option("--capacity", default=64, show_default=True, help="Trainers at the same time.")
-@click.option(
+@_shown("--health-path", "health_path", "/api/v1/healthz")
+@_shown("--capacity", "capacity", 64, "Trainers at the same time.")
+@_shown(
     "--max-restarts",
-    default=Budget().restarts,
-    show_default=True,
-    help="How often in an hour a trainer may die within 10 s of serving.",
+    "restarts",
+    Budget().restarts,
+    "How often in an hour a trainer may die within 10 s of serving.",
 )
 @click.option("--no-host", is_flag=True, help="Start no trainers: other machines do.")
-@click.option("--account", default="local", show_default=True, help="Made with a key, if new.")
+@_shown("--account", "account", "local", "Made with a key, if new.")
 @click.option("--tls-cert", type=click.Path(exists=True, path_type=Path))
 @click.option("--tls-key", type=click.Path(exists=True, path_type=Path))
 @click.option("--no-access-log", is_flag=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where logs and events go.")
-@click.option(
-    "--submit-wait", default=DEFAULTS.submit_wait_s, show_default=True, help="Wait for a route: s."
-)
-@click.option(
-    "--poll-hold", default=DEFAULTS.poll_hold_s, show_default=True, help="Hold a poll for: s."
-)
-@click.option(
-    "--lease",
-    default=DEFAULTS.host_lease_s,
-    show_default=True,
-    help="A dead host is noticed after: s.",
-)
-def serve(
-    url: str | None,
-    run: str,
-    trainers: tuple[str, ...],
-    models: tuple[str, ...],
-    ranks: int,
-    fsdp: bool,
-    store: str,
-    **given: object,
-) -> None:
+@_shown("--submit-wait", "submit_wait_s", DEFAULTS.submit_wait_s, "Wait for a route: s.")
+@_shown("--poll-hold", "poll_hold_s", DEFAULTS.poll_hold_s, "Hold a poll for: s.")
+@_shown("--lease", "lease_s", DEFAULTS.host_lease_s, "A dead host is noticed after: s.")
+def serve(url: str | None, **given: Any) -> None:
     """Start the control plane, the gateway and a host for trainers.
 
     \b
@@ -141,61 +130,58 @@ def serve(
     what the Tinker SDK takes as base_url and what the Fireworks SDK uses by itself. Everything
     is in the ledger: kill this at any time and start it again.
     """
-    asked = _Given(**given)  # type: ignore[arg-type]
-    own = _own_trainer(models, ranks, store, fsdp=fsdp)
-    lasting = ledger.lasting(url)
-    if lasting.startswith("memory:"):
-        raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
-    folder = (asked.folder or state_dir() / "serve" / run).absolute()
-    private_folder(folder)
-    _log(folder, run)
+    asked = _Given(ledger=ledger.lasting(url), **given)
+    named = _named(asked.trainers, _own_trainer(asked))
+    private_folder(asked.place)
+    _log(asked.place, asked.run)
     with contextlib.closing(reserve(asked.host, asked.port)) as reserved:
-        _serve(asked, lasting, run, folder, reserved.getsockname()[1], _named(trainers, own))
+        _serve(asked, reserved.getsockname()[1], named)
 
 
-def _serve(
-    asked: "_Given", url: str, run: str, folder: Path, port: int, trainers: dict[str, str]
-) -> None:
+def _serve(asked: "_Given", port: int, trainers: dict[str, str]) -> None:
     """Leave word for the user's own commands, and keep the parts alive."""
-    key = asyncio.run(_own_key(url, run, asked, read_note(folder)))
-    scheme = "https" if asked.tls_cert else "http"
+    key = asyncio.run(_own_key(asked, read_note(asked.place)))
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-    reached = f"{scheme}://{shown}:{port}"
+    reached = f"{'https' if asked.tls_cert else 'http'}://{shown}:{port}"
     word = Note(url=reached, account=asked.account, key=key, pid=os.getpid())
-    note = leave_note(folder, word)
+    note = leave_note(asked.place, word)
     leave_note(state_dir(), word)
-    parts = _parts(asked, url, run, folder, port, trainers)
-
-    def announce() -> None:
-        click.echo(f"holdfast: serving at {reached}; account {asked.account}; key in {note}")
-
     watch(
-        parts,
+        _parts(asked, port, trainers),
         lambda text: click.echo(f"holdfast: {text}", err=True),
-        lambda: _is_ready(asked.host, port, tls=bool(asked.tls_cert)),
-        announce,
+        lambda: _is_ready(reached),
+        lambda: click.echo(
+            f"holdfast: serving at {reached}; account {asked.account}; key in {note}"
+        ),
     )
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
     """The flags of `serve`, with their types."""
 
+    ledger: str
+    run: str
     host: str
     port: int
     gateways: int
+    trainers: tuple[str, ...]
+    models: tuple[str, ...]
+    ranks: int
+    fsdp: bool
+    store: str
     allow_commands: str
     health_path: str
     capacity: int
-    max_restarts: int
+    restarts: int
     no_host: bool
     account: str
     tls_cert: Path | None
     tls_key: Path | None
     no_access_log: bool
     folder: Path | None
-    lease: float
-    submit_wait: float
-    poll_hold: float
+    submit_wait_s: float
+    poll_hold_s: float
+    lease_s: float
 
     def __post_init__(self) -> None:
         if not 1 <= self.gateways <= 64:
@@ -206,10 +192,17 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake(f"--port is 0 to 65535, not {self.port}")
         if self.tls_key and not self.tls_cert:
             raise Mistake("--tls-key needs --tls-cert")
-        if not 1 <= self.lease <= 3600:
-            raise Mistake(f"--lease is 1 to 3600 s, not {self.lease:g}")
-        if not 0 < self.poll_hold <= 40 or not 0 < self.submit_wait <= 40:
+        if not 1 <= self.lease_s <= 3600:
+            raise Mistake(f"--lease is 1 to 3600 s, not {self.lease_s:g}")
+        if self.ledger.startswith("memory:"):
+            raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
+        if not 0 < self.poll_hold_s <= 40 or not 0 < self.submit_wait_s <= 40:
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
+
+    @property
+    def place(self) -> Path:
+        """Where logs and events go."""
+        return (self.folder or state_dir() / "serve" / self.run).absolute()
 
     @property
     def only_account(self) -> str:
@@ -217,21 +210,21 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
         return "" if self.allow_commands == TRUSTED else self.account
 
 
-def _own_trainer(models: tuple[str, ...], ranks: int, store: str, *, fsdp: bool) -> str:
+def _own_trainer(asked: _Given) -> str:
     """The command of Holdfast's own trainer."""
-    if not 1 <= ranks <= 64:
-        raise Mistake(f"--ranks is 1 to 64, not {ranks}")
-    if fsdp and ranks == 1:
+    if not 1 <= asked.ranks <= 64:
+        raise Mistake(f"--ranks is 1 to 64, not {asked.ranks}")
+    if asked.fsdp and asked.ranks == 1:
         raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
-    for one in models:
+    for one in asked.models:
         name, equals, directory = one.partition("=")
         if not name or not equals or not directory:
             raise Mistake(f"--model {one!r}: say NAME=DIRECTORY, where config.json is in it")
         read_config(Path(directory))
-    given = [word for one in models for word in ("--model", one)]
-    given += ["--ranks", str(ranks)] if ranks > 1 else []
-    given += ["--fsdp"] if fsdp else []
-    given += ["--store", store] if store else []
+    given = [word for one in asked.models for word in ("--model", one)]
+    given += ["--ranks", str(asked.ranks)] if asked.ranks > 1 else []
+    given += ["--fsdp"] if asked.fsdp else []
+    given += ["--store", asked.store] if asked.store else []
     return shlex.join([sys.executable, "-m", "holdfast.trainer", *given])
 
 
@@ -245,47 +238,34 @@ def _named(trainers: tuple[str, ...], own: str) -> dict[str, str]:
     return named
 
 
-def _parts(
-    asked: _Given, url: str, run: str, folder: Path, port: int, trainers: dict[str, str]
-) -> list[Part]:
-    parts = [
-        Part(
-            f"gateway-{number}",
-            GATEWAY,
-            GatewaySettings(
-                run=run,
-                ledger=url,
-                name=f"gateway-{number}",
-                folder=str(folder),
-                host=asked.host,
-                port=port,
-                certificate=str(asked.tls_cert or ""),
-                private_key=str(asked.tls_key or ""),
-                access_log=not asked.no_access_log,
-                submit_wait_s=asked.submit_wait,
-                poll_hold_s=asked.poll_hold,
-            ),
-            folder / "logs" / f"gateway-{number}.log",
+def _parts(asked: _Given, port: int, trainers: dict[str, str]) -> list[Part]:
+    logs = asked.place / "logs"
+    parts = []
+    for number in range(asked.gateways):
+        gateway = _settings(
+            GatewaySettings,
+            asked,
+            name=f"gateway-{number}",
+            port=port,
+            certificate=str(asked.tls_cert or ""),
+            private_key=str(asked.tls_key or ""),
+            access_log=not asked.no_access_log,
         )
-        for number in range(asked.gateways)
-    ]
+        parts.append(Part(gateway.name, GATEWAY, gateway, logs / f"{gateway.name}.log"))
     if not asked.no_host:
-        settings = HostSettings(
-            run=run,
-            ledger=url,
-            name=own_name(),
-            folder=str(folder),
-            trainers=trainers,
-            allow_commands=bool(asked.allow_commands),
-            only_account=asked.only_account,
-            health_path=asked.health_path,
-            capacity=asked.capacity,
-            restarts=asked.max_restarts,
-            lease_s=asked.lease,
+        allow = bool(asked.allow_commands)
+        host = _settings(
+            HostSettings, asked, name=own_name(), trainers=trainers, allow_commands=allow
         )
-        log = folder / "logs" / "host.log"
-        parts.append(Part("host", "holdfast.jobs.host_process", settings, log))
+        parts.append(Part("host", "holdfast.jobs.host_process", host, logs / "host.log"))
     return parts
+
+
+def _settings(kind: type[S], asked: _Given, **more: Any) -> S:
+    """A part's settings: flags that are called as one of them is, and what only it is told."""
+    more = {"folder": str(asked.place), "only_account": asked.only_account, **more}
+    given = {**msgspec.structs.asdict(asked), **more}
+    return kind(**{name: given[name] for name in kind.__struct_fields__ if name in given})
 
 
 def _log(folder: Path, run: str) -> None:
@@ -300,11 +280,11 @@ def _log(folder: Path, run: str) -> None:
         ) from None
 
 
-async def _own_key(url: str, run: str, asked: _Given, note: Note | None) -> str:
+async def _own_key(asked: _Given, note: Note | None) -> str:
     """A key for the user's own commands: the one of the last start, or a new one."""
     account = asked.account
-    async with ledger.open(url) as opened:
-        book = Accounts(LiveRuntime(opened), run, time.time)
+    async with ledger.open(asked.ledger) as opened:
+        book = Accounts(LiveRuntime(opened), asked.run, time.time)
         if asked.allow_commands:
             await book.allow_commands(asked.only_account)
         else:
@@ -318,13 +298,11 @@ async def _own_key(url: str, run: str, asked: _Given, note: Note | None) -> str:
         return (await book.add_key(account))[0]
 
 
-def _is_ready(host: str, port: int, *, tls: bool) -> bool:
+def _is_ready(url: str) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # ours, by any address
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    url = f"{'https' if tls else 'http'}://{place}/readyz"
     try:
-        return fetch("GET", url, timeout_s=2.0, tls=context)[0] == 200
+        return fetch("GET", f"{url}/readyz", timeout_s=2.0, tls=context)[0] == 200
     except Unavailable:
         return False
 

@@ -152,10 +152,5 @@ class Desk:
 
 def lost(reason: str) -> Answer:
     """The caller's own retry carries the same sequence number; ours would be a guess."""
-    return answers.problem(
-        502,
-        "trainer_lost",
-        f"{reason}: the request may have been received; send it again with the same number",
-        ("retry-after-ms", "200"),
-        ("x-should-retry", "true"),
-    )
+    told = f"{reason}: the request may have been received; send it again with the same number"
+    return answers.again(502, "trainer_lost", told, 200)

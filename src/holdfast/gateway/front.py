@@ -60,11 +60,6 @@ class Unlogged(events.Event, frozen=True, tag="gateway.unlogged"):
     count: int
 
 
-class _TooOften(Exception):
-    def __init__(self, wait_s: int) -> None:
-        self.wait_s = wait_s
-
-
 class Front:
     """The handler of one gateway process."""
 
@@ -77,9 +72,8 @@ class Front:
         metrics: Callable[[], bytes] = lambda: b"",
         *,
         access_log: bool = True,
-        strangers: Strangers | None = None,
     ) -> None:
-        self._strangers = strangers or Strangers(time.monotonic)
+        self._strangers = Strangers(time.monotonic)
         self._guests = guests
         self._routes = routes
         self._desk = desk
@@ -95,17 +89,14 @@ class Front:
             await visit.answer(self._about(path))
             return
         try:
-            visit.account = await self._who(exchange)
-            poll = answers.kind_of(path) == "poll"
-            if over := exchange.charge(visit.account, poll=poll):
+            if wait_s := await self._know(visit):
+                await visit.answer(answers.too_often(wait_s))
+            elif over := exchange.charge(visit.account, poll=answers.kind_of(path) == "poll"):
                 await visit.answer(answers.too_many(over))
             else:
                 await self._serve(visit, path)
-        except _TooOften as error:
-            await visit.answer(answers.too_often(error.wait_s))
         except Denied as error:
-            answer = answers.problem(401, "denied", str(error), ("x-should-retry", "false"))
-            await visit.answer(answer)
+            await visit.answer(answers.final(401, "denied", str(error)))
         except (Retriable, UnknownOutcome) as error:
             await visit.answer(answers.late("submit", f"the ledger cannot be asked now ({error})"))
         if self._access_log:
@@ -131,28 +122,27 @@ class Front:
         elif found := _TRAINER.fullmatch(path):
             await self._pass_on(visit, unquote(found[1]), unquote(found[2]), found[3])
         else:
-            await visit.answer(
-                answers.problem(
-                    404,
-                    "no_such_path",
-                    "there is nothing at this path: trainers are below "
-                    "/training/v1/rlorTrainerJobs/<account>/<job>/, the control plane below /v1/",
-                    ("x-should-retry", "false"),
-                )
+            told = (
+                "there is nothing at this path: trainers are below "
+                "/training/v1/rlorTrainerJobs/<account>/<job>/, the control plane below /v1/"
             )
+            await visit.answer(answers.final(404, "no_such_path", told))
 
     # ---- who ---------------------------------------------------------------------
 
-    async def _who(self, exchange: Exchange) -> str:
-        """The account that the caller's key belongs to. A key that is known is never held up."""
-        key, complaint = _given(exchange.head)
-        if not complaint and (account := self._guests.known(key)):
-            return account
-        if wait_s := self._strangers.knock(exchange.peer):
-            raise _TooOften(wait_s)
-        if complaint:
-            raise Denied(complaint)
-        return await self._guests.who(key)
+    async def _know(self, visit: "_Visit") -> int:
+        """Find the account that the caller's key belongs to. Returns 0, or in how many seconds a
+        stranger may ask. A key that is known is never held up."""
+        key, complaint = _given(visit.exchange.head)
+        if not complaint:
+            visit.account = self._guests.known(key)
+        if not visit.account:
+            if wait_s := self._strangers.knock(visit.exchange.peer):
+                return wait_s
+            if complaint:
+                raise Denied(complaint)
+            visit.account = await self._guests.who(key)
+        return 0
 
     # ---- the ways ----------------------------------------------------------------
 
@@ -174,7 +164,7 @@ class Front:
             job,
             answers.kind_of(path),
             forward,
-            lambda: not exchange.gone.is_set(),
+            lambda: not exchange.gone,
             harmless=exchange.head.method in ("GET", "HEAD"),
             abandon=exchange.abandon,
         )
@@ -270,6 +260,7 @@ async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
         relay=_is_for_the_caller,
         hold_s=DEFAULTS.body_hold_s,
     )
+    again = not exchange.cannot_replay
     match outcome:
         case Relayed(status, sent):
             visit.status, visit.sent = status, sent
@@ -279,11 +270,11 @@ async def _forward(visit: _Visit, route: Route, target: str) -> Sent:
             return Sent("done", reason)
         case Withheld():
             reason = "the trainer at this address is another incarnation, or another job's"
-            return Sent("misdirected", reason, again=not exchange.cannot_replay)
+            return Sent("misdirected", reason, again)
         case Refused(reason):
-            return Sent("refused", reason, again=not exchange.cannot_replay)
+            return Sent("refused", reason, again)
         case Lost(reason):
-            return Sent("lost", reason, again=not exchange.cannot_replay)
+            return Sent("lost", reason, again)
 
 
 def _is_for_the_caller(status: int, _headers: object) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast import events, ledger
-from holdfast.files import private_folder
 from holdfast.gateway.desk import Desk
 from holdfast.gateway.front import Front
 from holdfast.gateway.http import Limits, Server, run
@@ -23,7 +22,7 @@ from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.records import TOMBSTONES
-from holdfast.jobs.serving import take_settings, until_signal
+from holdfast.jobs.serving import log_events, take_settings, until_signal
 from holdfast.jobs.steward import Steward
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime, Runtime
@@ -112,13 +111,11 @@ def main(
     make_desk: Callable[[Runtime, Routes, Timeouts], Desk] = Desk,
 ) -> None:
     """Read the settings and serve."""
-    settings = msgspec.json.decode(take_settings(), type=GatewaySettings)
-    log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
-    private_folder(log.parent)
+    settings = take_settings(GatewaySettings)
     _raise_open_files()
     counters = events.Counters()
     bounds = _ACCESS_LOG if settings.access_log else {}
-    events.configure(log, process=settings.name, sinks=[counters], **bounds)
+    log_events(settings.folder, settings.name, sinks=[counters], **bounds)
     with as_program():
         run(serve(settings, counters, make_routes, make_desk))
 

@@ -31,10 +31,9 @@ class Routes:
         self._next: dict[str, asyncio.Task[Seen | None]] = {}
         self._asking: dict[asyncio.Task[Seen | None], int] = {}
         self._slots = asyncio.Semaphore(_READS)
-        self._bells: dict[str, dict[asyncio.Event, None]] = {}
-        """Who waits to hear of a job, in the order of their coming: a seed tells one story."""
-        self._listeners: dict[str, dict[Callable[[], None], None]] = {}
-        """Whom to call when something is heard of a job."""
+        self._listeners: dict[str, dict[Callable[[], object], None]] = {}
+        """Whom to call when something is heard of a job, in the order of their coming: a seed
+        tells one story."""
         self.ready = asyncio.Event()
         """Set once everything has been read for the first time."""
 
@@ -48,8 +47,6 @@ class Routes:
         for name in [name for name, (read_at, _) in self._fresh.items() if read_at <= revision]:
             del self._fresh[name]
         for name in sorted(names):
-            for bell in self._bells.get(name, ()):
-                bell.set()
             for listener in list(self._listeners.get(name, ())):
                 listener()
 
@@ -105,7 +102,7 @@ class Routes:
         return seen
 
     @contextlib.contextmanager
-    def listening(self, account: str, job: str, listener: Callable[[], None]) -> Iterator[None]:
+    def listening(self, account: str, job: str, listener: Callable[[], object]) -> Iterator[None]:
         """Call somebody whenever something is heard of a job."""
         listeners = self._listeners.setdefault(f"{account}/{job}", {})
         listeners[listener] = None
@@ -118,15 +115,7 @@ class Routes:
 
     async def changed(self, account: str, job: str, timeout_s: float) -> None:
         """Wait until something is heard of a job, or the time is over."""
-        name, bell = f"{account}/{job}", asyncio.Event()
-        self._bells.setdefault(name, {})[bell] = None
-        try:
+        bell = asyncio.Event()
+        with self.listening(account, job, bell.set), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await bell.wait()
-        except TimeoutError:
-            pass
-        finally:
-            bells = self._bells[name]
-            del bells[bell]
-            if not bells:
-                del self._bells[name]

@@ -25,13 +25,14 @@ from holdfast.ledger.records import KEEP, Verdict, decode, load, put, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare, Delete, Entry, absent, unchanged
 from holdfast.ledger.unreadable import Unreadable, readable, tell
+from holdfast.retry import Policy
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Accounts", "Guests", "make_key", "split_key"]
 
 TRUSTED = "all-accounts-are-trusted"
 """What `--allow-commands` says where there is more than one account."""
-_ATTEMPTS = 16
+_AGAIN = Policy(attempts=16, base_s=0.0)
 KEYS_MAX = 32
 """Keys of one account."""
 _WAITING_MAX = 32
@@ -99,17 +100,11 @@ class Accounts:
                 raise Mistake(f"{account} has {KEYS_MAX} keys: revoke one first")
             return msgspec.structs.replace(there, keys=(*keys, kept))
 
-        for attempt in range(1, _ATTEMPTS + 1):
-            guard = await self._may_have_keys(account)
-            try:
-                place = self._keys.account(account)
-                await update(
-                    self._runtime, place, Account, decide, guards=[guard], repeatable=True
-                )
-                break
-            except Fenced:  # what may have keys has just changed: look again
-                if attempt == _ATTEMPTS:
-                    raise
+        async def add() -> None:
+            await self._update(account, decide, await self._may_have_keys(account))
+
+        # Fenced: what may have keys has just changed; look again.
+        await _AGAIN.acall(add, on=Fenced, clock=self._runtime)
         return key, kept
 
     async def _may_have_keys(self, account: str) -> Compare:
@@ -177,8 +172,7 @@ class Accounts:
             left = tuple(one for one in there.keys if one.id != key_id)
             return msgspec.structs.replace(there, keys=left)
 
-        place = self._keys.account(account)
-        await update(self._runtime, place, Account, decide, repeatable=True)
+        await self._update(account, decide)
 
     async def set_default(self, account: str, job: str, *, instead_of: str = "") -> None:
         """Paths without a job's name lead to this job from now on, if they led to that one."""
@@ -189,8 +183,16 @@ class Accounts:
                 return KEEP
             return msgspec.structs.replace(there, default_job=job)
 
+        await self._update(account, decide)
+
+    async def _update(
+        self,
+        account: str,
+        decide: Callable[[Account | None], Account | Verdict],
+        *guards: Compare,
+    ) -> None:
         place = self._keys.account(account)
-        await update(self._runtime, place, Account, decide, repeatable=True)
+        await update(self._runtime, place, Account, decide, guards=guards, repeatable=True)
 
     def _is_over(self, key: ApiKey) -> bool:
         return 0 < key.expires_at <= self._wall()

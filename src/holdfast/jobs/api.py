@@ -31,6 +31,7 @@ from holdfast.jobs.openapi import DOCUMENT
 from holdfast.jobs.policy import read_policy
 from holdfast.jobs.records import TOMBSTONES, Checkpoint, Host, Job, check_name
 from holdfast.jobs.store import Jobs
+from holdfast.ledger.types import Entry
 from holdfast.ledger.unreadable import Unreadable, readable
 
 __all__ = ["BODY_BYTES", "Api", "Reply", "Request", "describe"]
@@ -101,16 +102,15 @@ class Api:
             return _refusal(error)
 
     async def _route(self, account: str, request: Request) -> Reply:
-        if request.path == "/v1/openapi.json":
+        own = {"name": f"accounts/{account}", "displayName": account}
+        fixed: dict[str, dict[str, Any]] = {
+            "/v1/openapi.json": DOCUMENT,
+            "/v1/accounts": {"accounts": [own], "nextPageToken": "", "totalSize": 1},
+            f"/v1/accounts/{account}": own,
+        }
+        if request.path in fixed:
             _only(request, "GET")
-            return _json(DOCUMENT)
-        if request.path == "/v1/accounts":
-            _only(request, "GET")
-            accounts = [{"name": f"accounts/{account}", "displayName": account}]
-            return _json({"accounts": accounts, "nextPageToken": "", "totalSize": 1})
-        if request.path == f"/v1/accounts/{account}":
-            _only(request, "GET")
-            return _json({"name": f"accounts/{account}", "displayName": account})
+            return _json(fixed[request.path])
         found = _PATH.fullmatch(request.path)
         if found is None or unquote(found["account"]) != account:
             raise NotFound("there is nothing here: check the account and the path")
@@ -118,12 +118,10 @@ class Api:
         if found["job"] is None:
             return await self._of_account(account, request, query)
         job = check_name("job", unquote(found["job"]))
-        if found["part"] == "checkpoints":
+        if found["part"]:
             _only(request, "GET")
-            return await self._checkpoints(account, job, query)
-        if found["part"] == "logs":
-            _only(request, "GET")
-            return await self._tell(account, job, query)
+            part = self._checkpoints if found["part"] == "checkpoints" else self._tell
+            return await part(account, job, query)
         return await self._of_job(account, job, found["verb"], request)
 
     async def _of_account(self, account: str, request: Request, query: dict[str, str]) -> Reply:
@@ -154,10 +152,9 @@ class Api:
         wish = spec.get("holdfast") or {}
         if not isinstance(wish, dict):
             raise Mistake(f"the field 'holdfast' of a job is an object: {', '.join(_WISHES)}")
-        unknown = ", ".join(sorted(repr(name[:80]) for name in wish.keys() - set(_WISHES)))
-        if unknown:
-            known = ", ".join(_WISHES)
-            raise Mistake(f"the field 'holdfast' of a job has no {unknown[:400]}; it has: {known}")
+        if unknown := ", ".join(sorted(repr(name[:80]) for name in wish.keys() - set(_WISHES))):
+            told = ", ".join(_WISHES)
+            raise Mistake(f"the field 'holdfast' of a job has no {unknown[:400]}; it has: {told}")
         read_policy(wish.get("policy", {}))
         found = await self._jobs.runtime.ledger.range(self._jobs.keys.hosts)
         read = [readable(Host, entry) for entry in found.entries]
@@ -165,15 +162,14 @@ class Api:
         trainer = wish.get("trainer", "default")
         if not isinstance(trainer, str):
             raise Mistake("the name of a trainer is a text")
-        if not hosts or any(
-            host.any_command or ("command" not in wish and trainer in host.trainers)
-            for host in hosts
-        ):
+        if not hosts or any(host.any_command for host in hosts):
             return
         if "command" in wish:
             raise Mistake("jobs may not bring their own command here (serve --allow-commands)")
-        known = ", ".join(sorted({name for host in hosts for name in host.trainers})) or "none"
-        raise Mistake(f"no host has a trainer {str(trainer)[:80]!r}; there are: {known}")
+        known = {name for host in hosts for name in host.trainers}
+        if trainer not in known:
+            told = ", ".join(sorted(known)) or "none"
+            raise Mistake(f"no host has a trainer {trainer[:80]!r}; there are: {told}")
 
     async def _of_job(self, account: str, job: str, verb: str | None, request: Request) -> Reply:
         if verb is not None:
@@ -191,19 +187,8 @@ class Api:
     async def _checkpoints(self, account: str, job: str, query: dict[str, str]) -> Reply:
         await self._jobs.get(account, job)
         folder, after = self._jobs.keys.checkpoints(account, job), query.get("pageToken", "")
-        limit, more = _page_size(query), False
-        found: list[Checkpoint] = []
-        async for page in self._jobs.runtime.ledger.pages(folder):
-            for entry in page.entries:
-                name = entry.key.removeprefix(folder)
-                if name > after and not more:
-                    if len(found) == limit:
-                        more = True
-                    else:
-                        one = readable(Checkpoint, entry)
-                        if isinstance(one, Unreadable):
-                            one = Checkpoint(name=name, kind="UNREADABLE")
-                        found.append(one)
+        entries, more = await self._jobs.entries(folder, after, _page_size(query))
+        saved = [_checkpoint(entry, entry.key.removeprefix(folder)) for entry in entries]
         parent = f"accounts/{account}/{_JOBS}/{job}/checkpoints"
         told = [
             {
@@ -214,9 +199,9 @@ class Api:
                 "path": one.path,
                 "contentHash": one.content,
             }
-            for one in found
+            for one in saved
         ]
-        token = found[-1].name if more else ""
+        token = saved[-1].name if more else ""
         return _json({"checkpoints": told, "nextPageToken": token})
 
     async def _tell(self, account: str, job: str, query: dict[str, str]) -> Reply:
@@ -226,6 +211,11 @@ class Api:
         offset = _number(query, "offset", 0, 1 << 48)
         epoch, text, behind = self._logs.read(account, job, epoch, offset, found.job.epoch)
         return _json({"epoch": epoch, "text": text, "offset": behind, "state": found.job.state})
+
+
+def _checkpoint(entry: Entry, name: str) -> Checkpoint:
+    one = readable(Checkpoint, entry)
+    return Checkpoint(name=name, kind="UNREADABLE") if isinstance(one, Unreadable) else one
 
 
 def describe(job: Job, *, lives: bool = True) -> dict[str, Any]:
@@ -265,30 +255,43 @@ def _spec(body: bytes) -> dict[str, Any]:
         raise TooLarge(f"a job's description has {len(body)} bytes; the limit is {BODY_BYTES}")
     try:
         spec = msgspec.json.decode(body or b"{}")
+        deep = _depth(spec) > DEPTH_MAX
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Mistake(f"the body is not JSON: {error}") from None
     if not isinstance(spec, dict):
         raise Mistake("the body is a JSON object: the job's description")
-    level: list[Any] = [spec]
-    for _ in range(DEPTH_MAX):
-        level = [
-            inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return spec
-    raise Mistake(f"a job's description is nested more than {DEPTH_MAX} deep")
+    if deep:
+        raise Mistake(f"a job's description is nested more than {DEPTH_MAX} deep")
+    return spec
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
+
+
+class _WrongMethod(Mistake):
+    """The path is right and the method is not."""
+
+
+_STATUSES: Final[dict[type[HoldfastError] | tuple[type[HoldfastError], ...], int]] = {
+    _WrongMethod: 405,
+    TooLarge: 413,
+    NotFound: 404,
+    Denied: 401,
+    Exists: 409,
+    (Retriable, UnknownOutcome): 503,
+    Gone: 410,
+    Mistake: 400,
+}
+"""The first that fits counts."""
 
 
 def _only(request: Request, *methods: str) -> None:
     if request.method not in methods:
         raise _WrongMethod(f"{request.method} is not possible here: {', '.join(methods)}")
-
-
-class _WrongMethod(Mistake):
-    """The path is right and the method is not."""
 
 
 def _query(text: str) -> dict[str, str]:
@@ -313,7 +316,7 @@ def _number(query: dict[str, str], name: str, default: int, most: int) -> int:
 
 def _refusal(error: HoldfastError) -> Reply:
     """An error as the SDK expects it."""
-    status = _status(error)
+    status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
     number, name = _GRPC.get(status, (2, "UNKNOWN"))
     message = str(error)
     body = {
@@ -323,24 +326,3 @@ def _refusal(error: HoldfastError) -> Reply:
     }
     retry = (("retry-after-ms", "500"),) if status == 503 else (("x-should-retry", "false"),)
     return Reply(status, msgspec.json.encode(body), retry)
-
-
-def _status(error: HoldfastError) -> int:
-    match error:
-        case _WrongMethod():
-            return 405
-        case TooLarge():
-            return 413
-        case NotFound():
-            return 404
-        case Denied():
-            return 401
-        case Exists():
-            return 409
-        case Retriable() | UnknownOutcome():
-            return 503
-        case Gone():
-            return 410
-        case Mistake():
-            return 400
-    return 500

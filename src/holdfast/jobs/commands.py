@@ -5,7 +5,7 @@ import json
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -172,20 +172,19 @@ def list_(remote: Remote, as_json: bool, everything: bool) -> None:
             click.echo(json.dumps(job))
         rows.append(_row(job))
     if not as_json:
-        for line in table(("job", "state", "epoch", "changed", "why"), rows):
-            click.echo(line)
+        _print(("job", "state", "epoch", "changed", "why"), rows)
+
+
+def _print(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    for line in table(names, rows):
+        click.echo(line)
 
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
     name = job["name"].rpartition("/")[2]
     state = job["state"].removeprefix("JOB_STATE_")
-    return (
-        name,
-        state,
-        str(job["epoch"]),
-        job["updateTime"][:19],
-        clean(job["status"]["message"], 80),
-    )
+    why = clean(job["status"]["message"], 80)
+    return name, state, str(job["epoch"]), job["updateTime"][:19], why
 
 
 @jobs.command()
@@ -206,8 +205,7 @@ def checkpoints(remote: Remote, name: str) -> None:
     for one in remote.pages(remote.job(name, "/checkpoints"), "checkpoints"):
         what = one["checkpointType"], str(one["step"]), one["contentHash"]
         rows.append((clean(one["path"], 120), *what, one["createTime"][:19]))
-    for line in table(("path", "kind", "step", "weights", "saved"), rows):
-        click.echo(line)
+    _print(("path", "kind", "step", "weights", "saved"), rows)
 
 
 @jobs.command()

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast import events, ledger, machine
-from holdfast.files import private_folder
+from holdfast import ledger, machine
 from holdfast.jobs.accounts import Accounts
 from holdfast.jobs.decide import Budget
 from holdfast.jobs.host import Host
 from holdfast.jobs.local import LocalLauncher, is_own
 from holdfast.jobs.records import Host as HostRecord
-from holdfast.jobs.serving import take_settings, until_signal
+from holdfast.jobs.serving import log_events, take_settings, until_signal
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.proc import preload
@@ -99,12 +98,10 @@ def _is_dead(other: HostRecord) -> bool:
 
 def main() -> None:
     """Read the settings and serve."""
-    settings = msgspec.json.decode(take_settings(), type=HostSettings)
+    settings = take_settings(HostSettings)
     own = any(is_own(shlex.split(command)) for command in settings.trainers.values())
     forks = begin(preload.HOST) if own else None
-    log = Path(settings.folder) / "events" / f"{settings.name}.jsonl"
-    private_folder(log.parent)
-    events.configure(log, process=settings.name)
+    log_events(settings.folder, settings.name)
     with as_program():
         asyncio.run(serve(settings, forks))
 

@@ -185,7 +185,7 @@ class LocalProcess(Running):
             other = f" (another process listens at port {self._port})" * self._is_strange()
             raise TimedOut(
                 f"the trainer did not answer at {self._health_path} within "
-                f"{self._start_s:g} s{other}{self._tail()}"
+                f"{self._start_s:g} s{other}{self._child.tail()}"
             ) from None
         return f"{self._host}:{self._port}"
 
@@ -223,7 +223,7 @@ class LocalProcess(Running):
         if code == 0:
             return True, "the trainer ended by itself"
         how = f"was killed by {_signal(-code)}" if code < 0 else f"exited with code {code}"
-        return False, f"the trainer {how}{self._tail()}"
+        return False, f"the trainer {how}{self._child.tail()}"
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM if there is time for it, then SIGKILL, for the whole group."""
@@ -235,10 +235,6 @@ class LocalProcess(Running):
         with contextlib.suppress(HoldfastError):
             self._child.kill_group()
         await asyncio.shield(self._child.exited)
-
-    def _tail(self) -> str:
-        """The last lines of its output."""
-        return self._child.tail()
 
 
 def _signal(number: int) -> str:

@@ -214,10 +214,9 @@ class Keys:
 def write(keys: Keys, job: Job, *, over: Entry | None) -> tuple[list[Compare], list[Op]]:
     """The conditions and operations that put a job's record, and its epoch with it."""
     key = keys.job(job.account, job.id)
-    value = encode(job, over=over.value if over else None)
-    ops: list[Op] = [Put(key, value)]
-    ops.append(Put(keys.epoch(job.account, job.id), str(job.epoch).encode()))
-    return [unchanged(over) if over else absent(key)], ops
+    record = Put(key, encode(job, over=over.value if over else None))
+    epoch = Put(keys.epoch(job.account, job.id), str(job.epoch).encode())
+    return [unchanged(over) if over else absent(key)], [record, epoch]
 
 
 def check_name(what: str, name: str) -> str:

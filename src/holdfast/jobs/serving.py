@@ -6,21 +6,35 @@ import gc
 import os
 import signal
 from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
+
+from holdfast import events
 from holdfast.errors import Mistake
+from holdfast.files import private_folder
 
-__all__ = ["SETTINGS", "take_settings", "until_signal"]
+__all__ = ["SETTINGS", "log_events", "take_settings", "until_signal"]
 
+S = TypeVar("S", bound=msgspec.Struct)
 SETTINGS = "HOLDFAST_SETTINGS"
 """Settings go through the environment, which others cannot read: a URL may hold a password."""
 
 
-def take_settings() -> str:
+def take_settings(kind: type[S]) -> S:
     """What this process was given. Its own children do not inherit it."""
     try:
-        return os.environ.pop(SETTINGS)
+        return msgspec.json.decode(os.environ.pop(SETTINGS), type=kind)
     except KeyError:
         raise Mistake(f"{SETTINGS} is not set: `holdfast serve` starts this process") from None
+
+
+def log_events(folder: str, name: str, **how: Any) -> None:
+    """Begin the event log of the process of that name."""
+    log = Path(folder) / "events" / f"{name}.jsonl"
+    private_folder(log.parent)
+    events.configure(log, process=name, **how)
 
 
 async def until_signal(*work: Awaitable[object]) -> None:

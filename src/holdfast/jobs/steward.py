@@ -57,7 +57,7 @@ class Steward:
 
     async def _settle(self, name: str) -> None:
         it = self._view.jobs.get(name)
-        if it is None or not self._is_due(name):
+        if it is None:
             return
         try:
             await settle_one(self._jobs, it, self._budget)

@@ -7,7 +7,8 @@ A job whose record or sign of life cannot be read is there all the same, as UNRE
 nobody else, and can be deleted.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["Jobs", "Seen"]
 
+_ANY = re.compile(".*")
 _DIGITS = 19
 _AGAIN = Policy(
     attempts=16, base_s=0.005, max_s=0.5, jitter=0.5, deadline_s=DEFAULTS.update_deadline_s
@@ -50,9 +52,6 @@ class Seen(msgspec.Struct, frozen=True):
         return self.alive_entry is not None and self.alive_entry.lease == lease
 
 
-Decide = Callable[[Seen], Job | None]
-
-
 class Jobs:
     """The jobs of one run. `wall` tells seconds since 1970."""
 
@@ -70,14 +69,8 @@ class Jobs:
 
     async def look(self, account: str, job: str) -> tuple[int, Seen | None]:
         """Read one job, and tell at which revision."""
-        txn = await self.runtime.ledger.txn(
-            [],
-            [
-                Get(self.keys.job(account, job)),
-                Get(self.keys.alive(account, job)),
-                Get(self.keys.epoch(account, job)),
-            ],
-        )
+        places = (self.keys.job, self.keys.alive, self.keys.epoch)
+        txn = await self.runtime.ledger.txn([], [Get(place(account, job)) for place in places])
         entry, alive, epoch = txn.results
         found = None if entry is None else seen(entry, alive, epoch, txn.revision)
         return txn.revision, found
@@ -91,20 +84,22 @@ class Jobs:
 
     async def page(self, account: str, after: str, limit: int) -> tuple[list[Job], bool]:
         """The account's jobs in the order of their ids, behind the id `after`."""
-        folder = self.keys.of_account(account)
-        found: list[Job] = []
-        async for entry in self._entries(folder):
-            name = entry.key.removeprefix(folder)
-            if name > after and NAME.fullmatch(name):
-                found.append(_read(entry, None))
-                if len(found) > limit:
-                    return found[:limit], True
-        return found, False
+        entries, more = await self.entries(self.keys.of_account(account), after, limit, NAME)
+        return [_read(entry, None) for entry in entries], more
 
-    async def _entries(self, prefix: str) -> AsyncIterator[Entry]:
-        async for page in self.runtime.ledger.pages(prefix):
+    async def entries(
+        self, folder: str, after: str, limit: int, named: re.Pattern[str] = _ANY
+    ) -> tuple[list[Entry], bool]:
+        """What is in a folder behind the name `after`, and whether there is more."""
+        found: list[Entry] = []
+        async for page in self.runtime.ledger.pages(folder):
             for entry in page.entries:
-                yield entry
+                name = entry.key.removeprefix(folder)
+                if name > after and named.fullmatch(name):
+                    found.append(entry)
+                    if len(found) > limit:
+                        return found[:limit], True
+        return found, False
 
     # ---- changing ------------------------------------------------------------
 
@@ -129,24 +124,20 @@ class Jobs:
 
         return await self._again(once)
 
-    async def change(self, account: str, job: str, verb: Verb, **fields: Any) -> Job:
+    async def change(self, account: str, job: str, verb: Verb) -> Job:
         """Do what a user asks for; returns the job as it is then."""
-        return await self.update(
-            account,
-            job,
-            lambda it: decide.change(
-                it.job, verb, self.wall(), alive=it.alive is not None, **fields
-            ),
-            ops=_tidy,
-        )
+
+        def decision(it: Seen) -> Job | None:
+            return decide.change(it.job, verb, self.wall(), alive=it.alive is not None)
+
+        return await self.update(account, job, decision, ops=_tidy)
 
     async def update(
         self,
         account: str,
         job: str,
-        decision: Decide,
+        decision: Callable[[Seen], Job | None],
         *,
-        compare: tuple[Compare, ...] = (),
         ops: Callable[[Seen], list[Op]] = lambda _: [],
     ) -> Job:
         """Change one job by a pure function, again after conflicts; None leaves it.
@@ -159,7 +150,7 @@ class Jobs:
             new = decision(found)
             if new is None:
                 return found.job
-            if await self.commit(found, new, compare=compare, ops=ops(found)):
+            if await self.commit(found, new, ops=ops(found)):
                 return new
             raise Conflict(f"the job {account}/{job} was changed by others again and again")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.http.wires import chunked
 from holdfast.gateway.http import Limits
-from holdfast.gateway.http.framing import Chunked, Lengthed, Malformed
+from holdfast.gateway.http.framing import Chunked, Malformed
 from holdfast.gateway.http.head import parse_request
 from holdfast.gateway.http.pace import Pace
 
@@ -66,16 +66,6 @@ def test_a_trailer_is_bounded_as_a_whole() -> None:
     decoder = Chunked(1000)
     with pytest.raises(Malformed):
         decoder.feed(b"0\r\n" + b"X: a\r\n" * 200 + b"\r\n")
-
-
-def test_a_declared_body_ends_where_it_was_declared_to() -> None:
-    """Also when it comes together with what follows."""
-    decoder = Lengthed(5)
-    assert decoder.feed(b"abc") == b"abc"
-    assert not decoder.done
-    assert decoder.feed(b"defg") == b"de"
-    assert (decoder.done, decoder.rest) == (True, b"fg")
-    assert Lengthed(0).done
 
 
 def test_a_head_is_taken_apart() -> None:

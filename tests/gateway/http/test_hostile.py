@@ -2,6 +2,7 @@
 none of them reaches an upstream."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -138,10 +139,11 @@ async def test_hostile_bytes_get_their_status_and_nothing_behind_them_counts(nam
     patient = Limits(head_s=100.0, idle_s=100.0)  # time does not close what should be closed
     async with upstream() as up:
         async with gate(Passing(up), patient) as server, calling(server.port) as caller:
-            await caller.send(stream + request(target="/smuggled"))
-            answer = await caller.answer()
+            answer = await caller.ask(stream + request(target="/smuggled"))
             assert (answer.status, answer.fields["connection"]) == (status, "close")
             assert answer.fields["content-type"] == "application/json"
+            assert json.loads(answer.body)["error"].keys() == {"code", "message"}
+            assert ("allow" in answer.fields) == (status == 405)
             assert await caller.closed()
         assert [seen for seen in up.seen if seen.whole] == []
 
@@ -163,8 +165,9 @@ async def test_a_hostile_message_byte_by_byte_gets_the_same_status(name: str) ->
 async def test_a_hostile_message_behind_a_good_one_spoils_only_itself() -> None:
     """A pipelined good request is answered first, then the bad one refused."""
     async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
-        await caller.send(request(target="/good") + b"GET / HTTP/1.1\r\n\r\n" + request())
-        assert (await caller.answer()).body == b"GET /good 0"
+        assert (
+            await caller.ask(request(target="/good") + b"GET / HTTP/1.1\r\n\r\n" + request())
+        ).body == b"GET /good 0"
         assert (await caller.answer()).status == 400
         assert await caller.closed()
         assert [seen.target for seen in up.seen] == ["/good"]
@@ -193,8 +196,7 @@ GOOD: dict[str, bytes] = {
 async def test_unusual_but_valid_requests_pass(name: str) -> None:
     """Strict is not narrow: what the standard allows reaches the upstream."""
     async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
-        await caller.send(GOOD[name])
-        assert (await caller.answer()).status == 200
+        assert (await caller.ask(GOOD[name])).status == 200
         assert [seen.target for seen in up.seen] == ["/x"]
 
 
@@ -224,8 +226,7 @@ async def test_fields_of_one_connection_are_not_passed_on() -> None:
         "X-Job: mine",
     ]
     async with passing(script, replace={b"x-job": b"ours"}, remove=[b"x-gone"]) as (up, _, caller):
-        await caller.send(request(fields=[*hop, "X-Gone: 1", "X_Gone: 1"]))
-        answer = await caller.answer()
+        answer = await caller.ask(request(fields=[*hop, "X-Gone: 1", "X_Gone: 1"]))
         assert answer.fields == {
             "x-yours": "2",
             "transfer-encoding": "chunked",

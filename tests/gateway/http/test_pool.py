@@ -1,9 +1,11 @@
 """Connections to upstreams: which of them are used again."""
 
+import asyncio
 import socket
 
 from gateway.http.wires import HOST, until
 from holdfast.gateway.http import Limits, Pool
+from holdfast.proc import HeldPort
 
 
 async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
@@ -31,13 +33,10 @@ async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
         pool.close()
 
 
-async def test_a_pool_that_closes_keeps_nothing() -> None:
-    """Its idle lines are closed, and nothing is kept of addresses without lines."""
-    pool = Pool(Limits())
-    with socket.create_server((HOST, 0)) as listener:
-        address = listener.getsockname()[:2]
-        line = await pool.take(address)
-        pool.give(line, address, reusable=True)
-        pool.close()
-        await until(lambda: not pool.open_lines)
-        assert not pool._books
+async def test_a_connection_that_fails_gives_its_place_to_the_next() -> None:
+    """Who waits for a place behind one that cannot connect hears the same, not that time is up."""
+    pool = Pool(Limits(upstream_connections=1))
+    with HeldPort(HOST) as nobody:
+        takers = [pool.take((HOST, nobody)) for _ in range(3)]
+        told = await asyncio.gather(*takers, return_exceptions=True)
+    assert all("cannot be reached" in str(one) for one in told), told

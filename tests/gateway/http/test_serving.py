@@ -2,16 +2,31 @@
 
 import asyncio
 import contextlib
+import itertools
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from gateway.http.wires import Caller, Passing, calling, chunked, gate, request, until, upstream
+from gateway.http.wires import (
+    Caller,
+    Flood,
+    Passing,
+    answers,
+    called,
+    calling,
+    chunked,
+    drip,
+    gate,
+    passing,
+    request,
+    self_signed,
+    settled,
+    until,
+    upstream,
+)
 from holdfast.errors import Mistake, TooLarge
-from holdfast.gateway.http import Exchange, Limits, Server, render_json
-from patience import HANG_S
+from holdfast.gateway.http import Exchange, Limits, Server
 
 
 async def echo(exchange: Exchange) -> None:
@@ -25,68 +40,34 @@ async def echo(exchange: Exchange) -> None:
 async def test_requests_of_one_connection_are_answered_in_order() -> None:
     """Keep-alive and pipelining: many requests in one write, of every framing."""
     async with upstream() as up, gate(Passing(up)) as server, calling(server.port) as caller:
-        stream = b""
-        for number in range(30):
-            target = f"/{number}"
-            stream += (
-                (
-                    request("GET", target),
-                    request("POST", target, body=b"x" * number * 100),
-                    request("PUT", target, ["Transfer-Encoding: chunked"])
-                    + chunked(b"ab", b"c" * number),
-                )[number % 3]
-                if number
-                else request("GET", target)
+        coded = ["Transfer-Encoding: chunked"]
+        for number in range(1, 11):
+            await caller.send(
+                request("GET", f"/{number}")
+                + request("POST", f"/{number}", body=b"x" * number * 100)
+                + request("PUT", f"/{number}", coded)
+                + chunked(b"ab", b"c" * number)
             )
-        await caller.send(stream)
-        for number in range(30):
-            size = (0, number * 100, number + 2)[number % 3] if number else 0
-            method = ("GET", "POST", "PUT")[number % 3]
-            assert (await caller.answer()).body == b"%s /%d %d" % (method.encode(), number, size)
+        for number in range(1, 11):
+            for said in (b"GET /%d 0", b"POST /%d %d00", b"PUT /%d %d"):
+                figures = (number, number + 2 * said.startswith(b"PUT"))[: said.count(b"%d")]
+                assert (await caller.answer()).body == said % figures
         assert up.connections == 1
 
 
 async def test_pipelined_requests_wait_outside_of_memory() -> None:
     """While a request is in work, what the caller sends ahead is read up to a bound only."""
-    count = 1000
-    release = asyncio.Event()
-
-    async def handler(exchange: Exchange) -> None:
-        if exchange.head.path == "/first":
-            await release.wait()
-        await exchange.answer(200)
-
-    async with (
-        gate(handler, Limits(waiting_bytes=10_000)) as server,
-        calling(server.port) as caller,
-    ):
-        await caller.send(request(target="/first"))
-        flood = request(target="/flood", fields=["X: " + "a" * 20_000])
-        sent = 0
-
-        async def send() -> None:
-            nonlocal sent
-            for _ in range(count):
-                await caller.send(flood)
-                sent += 1
-
-        sending = asyncio.create_task(send())
-        await until(lambda: server.requests == 1)
-        before = -1
-        while before != sent:  # until the sockets are full
-            before = sent
-            await asyncio.sleep(0.3)
-        (connection,) = server._connections
+    count, release = 1000, asyncio.Event()
+    async with called(answers(200, after=release), Limits(waiting_bytes=10_000)) as caller:
+        await caller.send(request())
+        flood = Flood(caller, request(fields=["X: " + "a" * 20_000]), count)
+        assert await settled(lambda: flood.sent) < count
+        (connection,) = caller.server._connections
         assert len(connection._ahead) <= 10_000 + 256 * 1024
-        assert sent < count
         release.set()
-        reading = asyncio.create_task(drain(caller, count + 1))
-        await asyncio.wait_for(asyncio.gather(sending, reading), HANG_S)
-
-
-async def drain(caller: Caller, answers: int) -> None:
-    for _ in range(answers):
-        assert (await caller.answer()).status == 200
+        for _ in range(count + 1):
+            assert (await caller.answer()).status == 200
+        await flood.sending
 
 
 async def test_callers_of_http_1_0() -> None:
@@ -94,81 +75,52 @@ async def test_callers_of_http_1_0() -> None:
     the connection."""
     async with gate(echo) as server:
         async with calling(server.port) as caller:
-            await caller.send(b"GET /a HTTP/1.0\r\n\r\n")
-            answer = await caller.answer()
+            answer = await caller.ask(b"GET /a HTTP/1.0\r\n\r\n")
             assert (answer.body, answer.fields["connection"]) == (b"/a ", "close")
             assert await caller.closed()
         async with calling(server.port) as caller:
             for _ in range(2):
-                await caller.send(
+                answer = await caller.ask(
                     b"POST /a HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 1\r\n\r\nx"
                 )
-                answer = await caller.answer()
                 assert (answer.body, answer.fields["connection"]) == (b"/a x", "keep-alive")
 
 
 async def test_close_is_honoured() -> None:
     """`Connection: close` from the caller ends the connection after the answer."""
-    async with gate(echo) as server, calling(server.port) as caller:
-        await caller.send(request(fields=["Connection: x, Close"]) + request(target="/ignored"))
-        assert (await caller.answer()).fields["connection"] == "close"
+    async with called(echo) as caller:
+        both = request(fields=["Connection: x, Close"]) + request(target="/ignored")
+        assert (await caller.ask(both)).fields["connection"] == "close"
         assert await caller.closed()
 
 
 async def test_head_has_no_body() -> None:
     """HEAD gets the fields and no byte of a body, from us and from an upstream."""
-    async with upstream() as up:
-
-        async def handler(exchange: Exchange) -> None:
-            if exchange.head.path == "/ours":
-                await exchange.answer(200, [], b"twelve bytes")
-            else:
-                await exchange.forward(up.address)
-
-        async with gate(handler) as server, calling(server.port) as caller:
-            for target, length in (("/ours", "12"), ("/theirs", "14"), ("/ours", "12")):
-                await caller.send(request("HEAD", target))
-                assert (await caller.answer("HEAD")).fields["content-length"] == length
+    async with passing(ours="/ours") as (_up, _handler, caller):
+        for target, length in (("/ours", "12"), ("/theirs", "14"), ("/ours", "12")):
+            answer = await caller.ask(request("HEAD", target), "HEAD")
+            assert answer.fields["content-length"] == length
 
 
 async def test_100_continue_is_said_when_the_body_is_wanted() -> None:
     """By us, not by the upstream, and only if somebody wants the body."""
-    async with upstream() as up:
-
-        async def handler(exchange: Exchange) -> None:
-            if exchange.head.path == "/no":
-                await exchange.answer(403)
-            else:
-                await exchange.forward(up.address)
-
-        async with gate(handler) as server:
-            async with calling(server.port) as caller:
-                head = request("POST", fields=["Expect: 100-continue", "Content-Length: 4"])
-                await caller.send(head)
-                assert (
-                    await caller.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-                )
-                await caller.send(b"body")
-                assert (await caller.answer()).body == b"POST / 4"
-            assert up.seen[0].get(b"expect") is None
-            async with calling(server.port) as caller:
-                await caller.send(
-                    request("POST", "/no", ["Expect: 100-continue", "Content-Length: 4"])
-                )
-                answer = await caller.answer()
-                assert (answer.status, answer.interim) == (403, [])
-                assert answer.fields["connection"] == "close"
+    fields = ["Expect: 100-continue", "Content-Length: 4"]
+    async with passing(ours="/no") as (up, _handler, caller):
+        await caller.send(request("POST", fields=fields))
+        said = await caller.reader.readuntil(b"\r\n\r\n")
+        assert said == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert (await caller.ask(b"body")).body == b"POST / 4"
+        assert up.seen[0].get(b"expect") is None
+        answer = await caller.ask(request("POST", "/no", fields))
+        assert (answer.status, answer.interim) == (403, [])
+        assert answer.fields["connection"] == "close"
 
 
 @pytest.mark.parametrize(("size", "kept"), [(1000, True), (500_000, True), (5_000_000, False)])
 async def test_an_unread_body_is_dropped_or_ends_the_connection(size: int, kept: bool) -> None:
     """An answer without reading the body: a little of it is dropped and the connection goes
     on; of much, the caller still gets the answer."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(401, [], b"who are you?")
-
-    async with gate(handler) as server, calling(server.port) as caller:
+    async with called(answers(401, b"who are you?")) as caller:
         sending = asyncio.create_task(caller.send(request("POST", body=bytes(size)) + request()))
         answer = await caller.answer()
         assert (answer.status, answer.body) == (401, b"who are you?")
@@ -199,8 +151,7 @@ async def test_a_body_beyond_what_the_handler_wants() -> None:
             + chunked(bytes(600), bytes(600)),
         ):
             async with calling(server.port) as caller:
-                await caller.send(raw)
-                assert (await caller.answer()).status == 413
+                assert (await caller.ask(raw)).status == 413
     assert caught == [TooLarge, TooLarge]
 
 
@@ -215,9 +166,8 @@ async def test_a_request_is_answered_once() -> None:
         except Mistake as error:
             caught.append(error)
 
-    async with gate(handler) as server, calling(server.port) as caller:
-        await caller.send(request(fields=["Connection: close"]))
-        assert (await caller.answer()).body == b"one"
+    async with called(handler) as caller:
+        assert (await caller.ask(request(fields=["Connection: close"]))).body == b"one"
         assert await caller.closed()
     assert len(caught) == 1
 
@@ -240,9 +190,8 @@ async def test_a_field_that_would_inject_another_is_refused(field: tuple[bytes, 
                     caught.append(str(error))
             await exchange.answer(200)
 
-        async with gate(handler) as server, calling(server.port) as caller:
-            await caller.send(request())
-            assert (await caller.answer()).status == 200
+        async with called(handler) as caller:
+            assert (await caller.ask(request())).status == 200
     assert len(caught) == 3
     assert not up.seen
 
@@ -257,8 +206,7 @@ async def test_a_handler_that_fails_is_an_answer_of_500() -> None:
     server = Server(handler, record=lambda error, _: failures.append(error))
     await server.start("127.0.0.1", 0)
     async with calling(server.port) as caller:
-        await caller.send(request())
-        answer = await caller.answer()
+        answer = await caller.ask(request())
         assert answer.status == 500
         assert b"secret" not in answer.body
     await server.stop(0.1)
@@ -274,11 +222,8 @@ async def test_a_slow_head_gets_408() -> None:
     async with gate(echo, Limits(head_s=0.3)) as server:
         async with calling(server.port) as caller, calling(server.port) as mute:
             answer = asyncio.create_task(caller.answer())
-            for byte in request(target="/" + "a" * 4000):
-                if answer.done():
-                    break
-                caller.writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
+            head = request(target="/" + "a" * 4000)
+            await drip(caller, (bytes([byte]) for byte in head), answer)
             assert (await answer).status == 408
             assert await caller.closed()
             assert await mute.closed()
@@ -287,69 +232,30 @@ async def test_a_slow_head_gets_408() -> None:
 
 async def test_empty_lines_do_not_keep_a_connection() -> None:
     """Line ends in front of a request do not renew the time for it."""
-    async with gate(echo, Limits(head_s=0.3)) as server, calling(server.port) as caller:
-        closed = asyncio.create_task(caller.rest())
-        for _ in range(500):
-            if closed.done():
-                break
-            caller.writer.write(b"\r\n")
-            await asyncio.sleep(0.02)
-        else:
-            pytest.fail("the connection was kept")
-        closed.cancel()
-
-
-async def test_an_idle_connection_is_closed() -> None:
-    """Between requests a connection rests for a bounded time, and gets no answer for it."""
-
-    async def handler(exchange: Exchange) -> None:
-        assert exchange.charge("me") == ""
-        await exchange.answer(200)
-
-    async with gate(handler, Limits(idle_s=0.2)) as server, calling(server.port) as caller:
-        await caller.send(request())
-        assert (await caller.answer()).status == 200
-        assert await caller.closed()
+    async with called(echo, Limits(head_s=0.3)) as caller:
+        closed = asyncio.create_task(caller.closed())
+        await drip(caller, itertools.repeat(b"\r\n", 500), closed)
 
 
 async def test_a_body_without_progress_gets_408() -> None:
     """A body must keep its pace; the upstream never sees it end."""
     async with upstream() as up:
         limits = Limits(pace_s=0.4, pace_bytes_per_s=1000)
-        async with gate(Passing(up), limits) as server, calling(server.port) as caller:
+        async with called(Passing(up), limits) as caller:
             await caller.send(request("POST", fields=["Content-Length: 1000000"]))
             answer = asyncio.create_task(caller.answer())
-            while not answer.done():
-                caller.writer.write(b"x")
-                await asyncio.sleep(0.02)
+            await drip(caller, itertools.repeat(b"x", 1000), answer)
             assert (await answer).status == 408
         assert [seen.whole for seen in up.seen] == [False]
 
 
-async def test_a_body_that_keeps_its_pace_may_take_long() -> None:
-    """Only the pace is bounded, not the time that a body takes."""
-    async with (
-        gate(echo, Limits(pace_s=1.0, pace_bytes_per_s=1000)) as server,
-        calling(server.port) as caller,
-    ):
-        await caller.send(request("POST", "/", ["Content-Length: 100000"]))
-        for _ in range(10):
-            await caller.send(bytes(10_000))
-            await asyncio.sleep(0.25)
-        assert (await caller.answer()).status == 200
-
-
 async def test_a_caller_that_does_not_read_is_cut() -> None:
     """An answer that nobody takes does not hold a connection for ever."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(200, [], bytes(30_000_000))
-
-    async with gate(handler, Limits(pace_s=0.3)) as server, calling(server.port) as caller:
+    async with called(answers(200, bytes(30_000_000)), Limits(pace_s=0.3)) as caller:
         caller.writer.transport.pause_reading()  # type: ignore[attr-defined]  # it reads, too
         await caller.send(request())
-        await until(lambda: server.counts["slow_reader"] == 1)
-        await until(lambda: server.connections == 0)
+        await until(lambda: caller.server.counts["slow_reader"] == 1)
+        await until(lambda: caller.server.connections == 0)
 
 
 # Number.
@@ -364,8 +270,7 @@ async def test_strangers_that_say_nothing_make_room() -> None:
         await asyncio.sleep(2 * limits.greeting_s)
         for _ in range(12):
             async with calling(server.port) as caller:
-                await caller.send(request())
-                assert (await caller.answer()).status == 200
+                assert (await caller.ask(request())).status == 200
         assert await idle[0].closed()
 
 
@@ -380,32 +285,30 @@ async def test_strangers_that_come_at_once_are_not_cut_before_they_speak() -> No
             assert (answer.status, answer.fields["retry-after"]) == (503, "1")
             assert await caller.closed()
         for one in callers:
-            await one.send(request())
-            assert (await one.answer()).status == 200
+            assert (await one.ask(request())).status == 200
 
 
-async def test_a_strangers_connection_is_short_and_an_owners_is_not() -> None:
-    """A request that was charged to nobody does not keep its connection."""
+async def test_connections_rest_for_a_while_and_an_owners_for_longer() -> None:
+    """Between requests a connection rests for a bounded time, and gets no answer for it. A request
+    that was charged to nobody does not keep its connection for as long as an owner's."""
 
     async def handler(exchange: Exchange) -> None:
         if exchange.head.path == "/mine":
             assert exchange.charge("me") == ""
         await exchange.answer(200)
 
-    limits = Limits(stranger_s=0.6)
     async with (
-        gate(handler, limits) as server,
+        gate(handler, Limits(stranger_s=0.6, idle_s=2.0)) as server,
         calling(server.port) as silent,
         calling(server.port) as stranger,
         calling(server.port) as owner,
     ):
-        await owner.send(request(target="/mine"))
-        await stranger.send(request())
-        assert (await owner.answer()).status == (await stranger.answer()).status == 200
+        assert (await owner.ask(request(target="/mine"))).status == 200
+        assert (await stranger.ask(request())).status == 200
         assert await silent.closed()
         assert await stranger.closed()
-        await owner.send(request())
-        assert (await owner.answer()).status == 200
+        assert (await owner.ask(request())).status == 200
+        assert await owner.closed()
 
 
 @pytest.mark.parametrize("what", ["requests", "polls"])
@@ -476,26 +379,16 @@ async def test_an_owner_leaves_room_for_others_connections() -> None:
 async def test_one_request_too_many_gets_503() -> None:
     """Requests in work are bounded; a refused one took no effect."""
     release = asyncio.Event()
-    begun = 0
-
-    async def handler(exchange: Exchange) -> None:
-        nonlocal begun
-        begun += 1
-        await release.wait()
-        await exchange.answer(200)
-
     async with (
-        gate(handler, Limits(requests=1)) as server,
+        gate(answers(200, after=release), Limits(requests=1)) as server,
         calling(server.port) as first,
         calling(server.port) as second,
     ):
         await first.send(request())
-        await until(lambda: begun)
-        await second.send(request())
-        assert (await second.answer()).status == 503
+        await until(lambda: server.requests)
+        assert (await second.ask(request())).status == 503
         release.set()
         assert (await first.answer()).status == 200
-    assert begun == 1
 
 
 async def test_limits_must_be_positive() -> None:
@@ -504,42 +397,21 @@ async def test_limits_must_be_positive() -> None:
         Server(echo, limits=Limits(head_s=0))
 
 
-def test_refusals_are_json() -> None:
-    """A refusal has a code for programs and a sentence for people."""
-    fields, body = render_json(405, "method_not_allowed", "no")
-    assert body == b'{"error":{"code":"method_not_allowed","message":"no"}}'
-    assert dict(fields)[b"allow"].startswith(b"GET")
-
-
 # TLS.
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for the loopback address, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=gate", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
-    return cert, key
-
-
-async def test_callers_may_come_over_tls(certificate: tuple[Path, Path]) -> None:
+async def test_callers_may_come_over_tls(tmp_path: Path) -> None:
     """The same exchange over TLS: bodies both ways, keep-alive, refusals; plain HTTP on a TLS
     port, and TLS without a handshake, end without an answer."""
-    cert, key = certificate
-    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server_side.load_cert_chain(cert, key)
+    server_side, cert = self_signed(tmp_path)
     caller_side = ssl.create_default_context(cafile=str(cert))
     async with upstream() as up, gate(Passing(up), tls=server_side) as server:
         async with calling(server.port, caller_side) as caller:
             for size in (10, 3_000_000):
-                await caller.send(request("POST", body=bytes(size)))
-                assert (await caller.answer()).body == b"POST / %d" % size
-            await caller.send(b"GET / HTTP/1.1\r\n\r\n")
-            assert (await caller.answer()).status == 400
+                assert (
+                    await caller.ask(request("POST", body=bytes(size)))
+                ).body == b"POST / %d" % size
+            assert (await caller.ask(b"GET / HTTP/1.1\r\n\r\n")).status == 400
             assert await caller.closed()
         async with calling(server.port) as plain:
             await plain.send(request())

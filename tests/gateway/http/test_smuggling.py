@@ -9,7 +9,7 @@ import uvloop
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
-from gateway.http.wires import Passing, calling, gate, upstream
+from gateway.http.wires import Passing, called, upstream
 from holdfast.gateway.http import Limits
 
 LIMITS = Limits(head_s=0.5, idle_s=0.5, pace_s=0.5, linger_s=0.5)
@@ -144,7 +144,7 @@ async def passed(stream: bytes, seed: int) -> list[Told]:
     itself fails the test on anything malformed."""
     dice = random.Random(seed)
     async with upstream() as up:
-        async with gate(Passing(up), LIMITS) as server, calling(server.port) as caller:
+        async with called(Passing(up), LIMITS) as caller:
             at = 0
             while at < len(stream) and not caller.writer.is_closing():
                 size = dice.choice([1, 2, 3, 10, 50, len(stream)])

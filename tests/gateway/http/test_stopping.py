@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.http.wires import HOST, calling, request, until
+from gateway.http.wires import HOST, answers, calling, request, until
 from holdfast.gateway.http import Exchange, Server
 from patience import HANG_S
 
@@ -13,12 +13,7 @@ async def test_requests_in_work_are_finished() -> None:
     """New connections are refused, idle ones close, the request in work gets its answer with
     `Connection: close`, and nothing has to be cut."""
     release = asyncio.Event()
-
-    async def handler(exchange: Exchange) -> None:
-        await release.wait()
-        await exchange.answer(200, [], b"done")
-
-    server = Server(handler)
+    server = Server(answers(200, b"done", after=release))
     await server.start(HOST, 0)
     port = server.port
     async with calling(port) as busy, calling(port) as idle:
@@ -56,20 +51,3 @@ async def test_what_is_left_at_the_deadline_is_cut() -> None:
         assert cancelled.is_set()
         assert await caller.closed()
     assert (server.connections, server.requests) == (0, 0)
-
-
-async def test_two_servers_share_a_port() -> None:
-    """With `reuse_port` several processes may serve side by side; one may stop meanwhile."""
-
-    async def handler(exchange: Exchange) -> None:
-        await exchange.answer(200)
-
-    one, two = Server(handler), Server(handler)
-    await one.start(HOST, 0, reuse_port=True)
-    await two.start(HOST, one.port, reuse_port=True)
-    port = one.port
-    await one.stop(1)
-    async with calling(port) as caller:
-        await caller.send(request())
-        assert (await caller.answer()).status == 200
-    await two.stop(1)

@@ -7,20 +7,21 @@ import tracemalloc
 import pytest
 
 from gateway.http.wires import (
+    Flood,
     Passing,
+    Reader,
     Seen,
     Upstream,
-    calling,
-    gate,
+    Writer,
+    called,
     passing,
     request,
+    settled,
     until,
     upstream,
 )
 from holdfast.gateway.http import Limits, Relayed
 
-Reader = asyncio.StreamReader
-Writer = asyncio.StreamWriter
 SIZE = 16 * 1024 * 1024
 BLOCK = hashlib.sha256(b"block").digest() * 2048  # 64 KiB
 
@@ -86,11 +87,11 @@ async def test_a_slow_caller_does_not_fill_our_memory() -> None:
             await writer.drain()
             written += len(BLOCK)
 
-    async with upstream(script) as up, gate(Passing(up)) as server, calling(server.port) as caller:
+    async with passing(script) as (_up, _handler, caller):
         caller.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport, too
         tracemalloc.start()
         await caller.send(request())
-        await _settled(lambda: written)
+        await settled(lambda: written)
         held, _peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert 0 < written < 100_000_000
@@ -103,29 +104,21 @@ async def test_a_slow_caller_does_not_fill_our_memory() -> None:
 
 async def test_a_slow_upstream_does_not_fill_our_memory() -> None:
     """The caller offers 200 MB and the upstream does not read: the caller is stopped."""
-    sent = 0
     done = asyncio.Event()
 
     async def script(_up: Upstream, reader: Reader, writer: Writer, _seen: Seen) -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]  # a read transport, too
         await done.wait()
 
-    async with upstream(script) as up, gate(Passing(up)) as server, calling(server.port) as caller:
+    async with passing(script) as (_up, _handler, caller):
         caller.writer.transport.set_write_buffer_limits(high=len(BLOCK))
         await caller.send(request("POST", fields=["Content-Length: 200000000"]))
         tracemalloc.start()
-
-        async def send() -> None:
-            nonlocal sent
-            for _ in range(200_000_000 // len(BLOCK)):
-                await caller.send(BLOCK)
-                sent += len(BLOCK)
-
-        sending = asyncio.create_task(send())
-        await _settled(lambda: sent)
+        flood = Flood(caller, BLOCK, 200_000_000 // len(BLOCK))
+        sent = await settled(lambda: flood.sent * len(BLOCK))
         held, _peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        sending.cancel()
+        flood.sending.cancel()
         assert 0 < sent < 100_000_000
         assert held < Limits().memory_bytes + 2 * (1 << 20)  # the upstream's own buffer
         done.set()
@@ -134,37 +127,19 @@ async def test_a_slow_upstream_does_not_fill_our_memory() -> None:
 async def test_a_body_that_nobody_wants_yet_is_not_read() -> None:
     """While the handler waits for something else, only a little of the body is taken in."""
     release = asyncio.Event()
-    sent = 0
     async with upstream() as up:
 
         async def handler(exchange: object) -> None:
             await release.wait()
             await Passing(up)(exchange)  # type: ignore[arg-type]  # it is an exchange
 
-        async with gate(handler) as server, calling(server.port) as caller:
+        async with called(handler) as caller:
             await caller.send(request("POST", fields=[f"Content-Length: {SIZE}"]))
-
-            async def send() -> None:
-                nonlocal sent
-                for _ in range(SIZE // len(BLOCK)):
-                    await caller.send(BLOCK)
-                    sent += len(BLOCK)
-
-            sending = asyncio.create_task(send())
-            await _settled(lambda: sent)
-            assert sent < SIZE
-            (connection,) = server._connections
+            flood = Flood(caller, BLOCK, SIZE // len(BLOCK))
+            assert await settled(lambda: flood.sent) < SIZE // len(BLOCK)
+            (connection,) = caller.server._connections
             assert connection._exchange is not None
             assert connection._exchange.received_bytes <= 64 * 1024 + 256 * 1024
             release.set()
-            await sending
+            await flood.sending
             assert (await caller.answer()).body == b"POST / %d" % SIZE
-
-
-async def _settled(figure: object) -> None:
-    """Wait until a figure has stopped growing: all buffers on the way are full."""
-    assert callable(figure)
-    before = -1
-    while before != figure() or not figure():
-        before = figure()
-        await asyncio.sleep(0.4)

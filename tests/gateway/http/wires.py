@@ -5,11 +5,18 @@ import asyncio
 import contextlib
 import re
 import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from holdfast.gateway.http import Exchange, Forwarded, Handler, Limits, Server
 
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 PATIENCE_S = 15.0
 HOST = "127.0.0.1"
 _START = re.compile(rb"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) (/[\x21-\x7e]*) HTTP/1\.1")
@@ -33,12 +40,19 @@ class Seen:
         return dict(self.fields).get(name)
 
 
-Script = Callable[["Upstream", asyncio.StreamReader, asyncio.StreamWriter, Seen], Awaitable[None]]
+Script = Callable[["Upstream", Reader, Writer, Seen], Awaitable[None]]
 
 
-async def polite(
-    _upstream: "Upstream", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen
-) -> None:
+def says(*raw: bytes) -> Script:
+    """A script that answers with these bytes, in turn; the last of them again and again."""
+
+    async def script(up: "Upstream", _reader: Reader, writer: Writer, _seen: Seen) -> None:
+        writer.write(raw[min(len(up.seen), len(raw)) - 1])
+
+    return script
+
+
+async def polite(_upstream: "Upstream", reader: Reader, writer: Writer, seen: Seen) -> None:
     """Read the body, and answer with its size."""
     await read_body(reader, writer, seen)
     text = b"%s %s %d" % (seen.method.encode(), seen.target.encode(), len(seen.body))
@@ -61,7 +75,7 @@ class Upstream:
     def address(self) -> tuple[str, int]:
         return (HOST, self.port)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: Reader, writer: Writer) -> None:
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -115,22 +129,39 @@ async def gate(
         await server.stop(0.2)
     await until(lambda: not server.connections and not server.requests)
     await until(lambda: not server.pool.open_lines)
+    assert not server.pool._books, "nothing is kept of addresses without lines"
     assert not failures, failures
 
 
 class Passing:
     """A handler that passes everything on and remembers what became of it."""
 
-    def __init__(self, target: Upstream, **options: object) -> None:
+    def __init__(self, target: Upstream, ours: str = "", **options: object) -> None:
         self.target = target
+        self.ours = ours
+        """The path that is answered here, with 403."""
         self.options = options
         self.outcomes: list[Forwarded] = []
 
     async def __call__(self, exchange: Exchange) -> None:
+        if exchange.head.path == self.ours:
+            await exchange.answer(403, [], b"twelve bytes")
+            return
         outcome = await exchange.forward(self.target.address, **self.options)  # type: ignore[arg-type]  # given by the test
         self.outcomes.append(outcome)
         if not exchange.answered:
             await exchange.answer(502, [], type(outcome).__name__.encode())
+
+
+def answers(status: int, body: bytes = b"", after: asyncio.Event | None = None) -> Handler:
+    """A handler that gives every request this answer, without reading it; not before `after`."""
+
+    async def handler(exchange: Exchange) -> None:
+        if after is not None:
+            await after.wait()
+        await exchange.answer(status, [], body)
+
+    return handler
 
 
 @dataclass
@@ -146,7 +177,10 @@ class Answer:
 class Caller:
     """A caller that writes bytes as they are."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    server: Server
+    """Of a caller that came with its engine."""
+
+    def __init__(self, reader: Reader, writer: Writer) -> None:
         self.reader = reader
         self.writer = writer
 
@@ -177,14 +211,15 @@ class Caller:
             return b""
         if fields.get("transfer-encoding") == "chunked":
             assert "content-length" not in fields
-            body = b""
-            while size := int(await self.reader.readuntil(b"\r\n"), 16):
-                body += (await self.reader.readexactly(size + 2))[:-2]
-            assert await self.reader.readexactly(2) == b"\r\n"
-            return body
+            return await read_chunks(self.reader)
         if "content-length" in fields:
             return await self.reader.readexactly(int(fields["content-length"]))
         return await self.reader.read()
+
+    async def ask(self, data: bytes, method: str = "GET") -> Answer:
+        """Send a request, and read its answer."""
+        await self.send(data)
+        return await self.answer(method)
 
     async def rest(self) -> bytes:
         """Everything until the connection closes."""
@@ -211,13 +246,65 @@ async def calling(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def passing(
-    script: Script = polite, limits: Limits | None = None, **options: object
+    script: Script = polite, limits: Limits | None = None, ours: str = "", **options: object
 ) -> AsyncIterator[tuple[Upstream, Passing, Caller]]:
     """An upstream, an engine that passes everything on to it, and a caller of that."""
     async with upstream(script) as up:
-        handler = Passing(up, **options)
-        async with gate(handler, limits) as server, calling(server.port) as caller:
+        handler = Passing(up, ours, **options)
+        async with called(handler, limits) as caller:
             yield up, handler, caller
+
+
+def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """TLS of a server on loopback, and its certificate, which nobody else vouches for."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=gate", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command.split(), *names, *files], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    return context, cert
+
+
+@contextlib.asynccontextmanager
+async def called(handler: Handler, limits: Limits | None = None) -> AsyncIterator[Caller]:
+    """An engine with this handler, and a caller of it."""
+    async with gate(handler, limits) as server, calling(server.port) as caller:
+        caller.server = server
+        yield caller
+
+
+class Flood:
+    """A caller sends something again and again; `sent` times so far."""
+
+    def __init__(self, caller: Caller, data: bytes, times: int) -> None:
+        self.sent = 0
+        self.sending = asyncio.create_task(self._send(caller, data, times))
+
+    async def _send(self, caller: Caller, data: bytes, times: int) -> None:
+        for _ in range(times):
+            await caller.send(data)
+            self.sent += 1
+
+
+async def settled(figure: Callable[[], int]) -> int:
+    """Wait until a figure has stopped growing: all buffers on the way are full."""
+    before = -1
+    while before != figure() or not figure():
+        before = figure()
+        await asyncio.sleep(0.4)
+    return before
+
+
+async def drip(caller: Caller, pieces: Iterable[bytes], heard: "asyncio.Task[Any]") -> None:
+    """Send piece by piece, all the time, until the caller has heard something."""
+    for piece in pieces:
+        if heard.done():
+            return
+        caller.writer.write(piece)
+        await asyncio.sleep(0.02)
+    pytest.fail("the connection was kept")
 
 
 async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
@@ -227,7 +314,7 @@ async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> Non
             await asyncio.sleep(0.005)
 
 
-async def read_request(reader: asyncio.StreamReader) -> Seen | None:
+async def read_request(reader: Reader) -> Seen | None:
     """The head of a request, exactly in the form in which the engine may write one."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
@@ -251,25 +338,26 @@ async def read_request(reader: asyncio.StreamReader) -> Seen | None:
     return Seen(match[1].decode(), match[2].decode(), fields)
 
 
-async def read_body(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen
-) -> None:
+async def read_chunks(reader: Reader) -> bytes:
+    """A chunked body, exactly in the form in which the engine may write one."""
+    body = b""
+    while True:
+        line = await reader.readuntil(b"\r\n")
+        assert re.fullmatch(rb"(0|[1-9a-f][0-9a-f]*)\r\n", line), f"malformed size {line!r}"
+        piece = await reader.readexactly(int(line, 16) + 2)
+        assert piece.endswith(b"\r\n")
+        if piece == b"\r\n":
+            return body
+        body += piece[:-2]
+
+
+async def read_body(reader: Reader, writer: Writer, seen: Seen) -> None:
     """The body, as the head frames it."""
     if seen.get(b"expect") is not None:
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     if seen.get(b"transfer-encoding") is not None:
         assert seen.get(b"transfer-encoding") == b"chunked"
-        pieces = []
-        while True:
-            line = await reader.readuntil(b"\r\n")
-            assert re.fullmatch(rb"(0|[1-9a-f][0-9a-f]*)\r\n", line), f"malformed size {line!r}"
-            size = int(line, 16)
-            piece = await reader.readexactly(size + 2)
-            assert piece.endswith(b"\r\n")
-            if not size:
-                break
-            pieces.append(piece[:-2])
-        seen.body = b"".join(pieces)
+        seen.body = await read_chunks(reader)
     elif (length := seen.get(b"content-length")) is not None:
         seen.body = await reader.readexactly(int(length))
     seen.whole = True

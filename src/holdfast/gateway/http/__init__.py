@@ -19,11 +19,10 @@ not know where a request belongs, or what an answer means.
 from holdfast.gateway.http.exchange import Exchange
 from holdfast.gateway.http.head import Fields, Head
 from holdfast.gateway.http.limits import Limits
-from holdfast.gateway.http.loops import run
 from holdfast.gateway.http.outcomes import Forwarded, Lost, Refused, Relayed, Truncated, Withheld
 from holdfast.gateway.http.pool import Pool, Upstream
-from holdfast.gateway.http.server import Handler, Server, render_json
-from holdfast.gateway.http.trouble import CallerLeft, Rejected
+from holdfast.gateway.http.server import Handler, Server, run
+from holdfast.gateway.http.trouble import CallerLeft, Rejected, render_json
 
 __all__ = [
     "CallerLeft",

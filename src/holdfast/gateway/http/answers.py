@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from holdfast.gateway.http.framing import Chunked, Decoder, Lengthed, Malformed, UntilClose
-from holdfast.gateway.http.head import FieldReader, Fields, plain
+from holdfast.gateway.http.head import FieldReader, Fields, keep_alive, plain
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.llhttp import httptools
 
@@ -23,6 +23,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     status: int
     headers: Fields
+    declared: int | None
+    """The length that is said, also where no body follows."""
     length: int | None
     """The length of the body that follows; None: chunked, or until the connection closes."""
     chunked: bool
@@ -55,19 +57,16 @@ def parse_answer(raw: bytes, method: str) -> Answer:
         raise Malformed(f"the answer's version is {version}")
     declared = [value for name, value in fields if name == b"content-length"]
     codings = [value for name, value in fields if name == b"transfer-encoding"]
-    options = b",".join(value for name, value in fields if name == b"connection").lower()
-    tokens = {token.strip() for token in options.split(b",")}
-    keep = b"close" not in tokens and (version == "1.1" or b"keep-alive" in tokens)
+    keep = keep_alive(fields, default=version == "1.1")
     if (codings and (declared or version == "1.0")) or len(declared) > 1 or len(codings) > 1:
         raise Malformed("the answer says in two ways where it ends")
     if declared and not _LENGTH.fullmatch(declared[0]):
         raise Malformed("the answer's length is malformed")
+    length = int(declared[0]) if declared else None
     if status < 200 or status in _BODILESS or method == "HEAD":
-        return Answer(status, fields, 0, False, keep)
-    if codings:
-        if codings[0].lower() != b"chunked":
-            raise Malformed("the answer's transfer coding is not understood")
-        return Answer(status, fields, None, True, keep)
-    if declared:
-        return Answer(status, fields, int(declared[0]), False, keep)
-    return Answer(status, fields, None, False, False)
+        return Answer(status, fields, length, 0, False, keep)
+    if codings and codings[0].lower() != b"chunked":
+        raise Malformed("the answer's transfer coding is not understood")
+    return Answer(
+        status, fields, length, length, bool(codings), keep and bool(declared or codings)
+    )

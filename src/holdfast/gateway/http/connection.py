@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from holdfast.errors import Mistake, TooLarge
@@ -20,7 +19,7 @@ from holdfast.gateway.http.intake import Intake
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pace import Pace
 from holdfast.gateway.http.serialize import CONTINUE, reply_head
-from holdfast.gateway.http.trouble import CallerLeft, Rejected
+from holdfast.gateway.http.trouble import CallerLeft, Rejected, render_json
 
 if TYPE_CHECKING:
     from holdfast.gateway.http.server import Server
@@ -74,7 +73,7 @@ class Connection(asyncio.Protocol):
         if self._server.stopping:
             self.stop()
         elif self._server.connections > self.limits.connections * 9 // 8:
-            self._server.count("too_many_connections")
+            self._server.counts["too_many_connections"] += 1
             transport.abort()  # too many even for being told so
         elif not room:
             self._refuse(Rejected(503, "too_many_connections", "there are too many connections"))
@@ -150,24 +149,24 @@ class Connection(asyncio.Protocol):
             elif not self._transport.is_closing():
                 self._transport.resume_reading()
 
-    def must_close(self, *, drains: bool = False) -> bool:
-        """Whether the connection has to close after an answer that begins now. `drains`:
-        a little that is left of the request's body may be read and dropped."""
-        exchange, intake = self._exchange, self._intake
-        if exchange is None or not exchange.head.keep_alive or self._stopping:
+    def begin_answer(self, *, drains: bool = False, close: bool = False) -> bool:
+        """The head of an answer is about to be written; returns whether the connection closes
+        after it. `drains`: a little that is left of the request's body may be read and dropped.
+        `close`: it closes in any case."""
+        assert self._exchange is not None
+        self._exchange.answered = True
+        self._exchange.closes = close or self._must_close(self._exchange, drains)
+        return self._exchange.closes
+
+    def _must_close(self, exchange: Exchange, drains: bool) -> bool:
+        head, intake = exchange.head, self._intake
+        if not head.keep_alive or self._stopping:
             return True
         if intake is None:
             return False
-        length = exchange.head.length
-        if not drains or length is None or (exchange.head.expects and not self._continued):
+        if not drains or head.length is None or (head.expects and not self._continued):
             return True
-        return length - intake.received_bytes > self.limits.drain_bytes
-
-    def begin_answer(self, *, close: bool) -> None:
-        """The head of an answer is about to be written."""
-        assert self._exchange is not None
-        self._exchange.answered = True
-        self._exchange.closes = close
+        return head.length - intake.received_bytes > self.limits.drain_bytes
 
     def cut(self) -> None:
         """End the connection so that the caller cannot take a part for the whole."""
@@ -179,10 +178,8 @@ class Connection(asyncio.Protocol):
 
     def charge(self, owner: str) -> bool:
         """The connection is this owner's from now on; False: he has too many, and it closes."""
-        if owner == self.owner:
+        if owner == self.owner or self._transport is None:  # one that has ended is not counted
             return True
-        if self._transport is None:
-            return True  # it has ended: there is nothing to count
         if not self._server.owned_connections.take(owner):
             self._stopping = True
             return False
@@ -223,7 +220,7 @@ class Connection(asyncio.Protocol):
             assert self._transport is not None
             out = self._written_bytes - self._transport.get_write_buffer_size()
             if self._writing_pace.too_slow(out, now):
-                self._server.count("slow_reader")
+                self._server.counts["slow_reader"] += 1
                 self.cut()
                 return
         exchange, intake = self._exchange, self._intake
@@ -275,11 +272,12 @@ class Connection(asyncio.Protocol):
         self._blank = False
         try:
             head = parse_request(raw, self.limits)
-            if not self._server.begin_request():
+            if self._server.requests >= self.limits.requests:
                 raise Rejected(503, "overloaded", "there are too many requests in work")
         except Rejected as error:
             self._refuse(error)
             return
+        self._server.requests += 1
         self.deadline = None
         self._continued = False
         intake = Intake(head, self.limits)
@@ -322,7 +320,7 @@ class Connection(asyncio.Protocol):
             if not exchange.answered:
                 raise Mistake("the handler returned without an answer")
         except CallerLeft:
-            self._server.count("caller_left")
+            self._server.counts["caller_left"] += 1
         except Rejected as error:
             self._reject(exchange, error)
         except TooLarge as error:
@@ -347,7 +345,7 @@ class Connection(asyncio.Protocol):
         """The handler is done with the request."""
         self._exchange = self._task = None
         exchange.discharge()
-        self._server.end_request()
+        self._server.requests -= 1
         if self._transport is None or self._transport.is_closing():
             return
         if exchange.closes or self._ending:
@@ -381,8 +379,8 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _answer_for_us(self, error: Rejected, head: Head | None) -> None:
-        self._server.count(error.code)
-        fields, body = self._server.render(error.status, error.code, str(error))
+        self._server.counts[error.code] += 1
+        fields, body = render_json(error.status, error.code, str(error))
         start = reply_head(
             error.status, fields, length=len(body), chunked=False, close=True, minor=1
         )
@@ -421,7 +419,3 @@ class Connection(asyncio.Protocol):
     def _left(self) -> None:
         if self._exchange is not None:
             self._exchange.fail(CallerLeft("the caller has closed its connection"))
-
-
-Render = Callable[[int, str, str], tuple[tuple[tuple[bytes, bytes], ...], bytes]]
-"""Status, code and message of a refusal as header fields and a body."""

@@ -7,6 +7,7 @@ the request can be passed on again while `cannot_replay` is false.
 
 import asyncio
 import email.utils
+import functools
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -15,9 +16,9 @@ from holdfast.errors import Mistake, TooLarge, Unavailable
 from holdfast.gateway.http.head import Fields, Head
 from holdfast.gateway.http.intake import Intake
 from holdfast.gateway.http.outcomes import Forwarded, Refused
-from holdfast.gateway.http.passage import Order, Passage, Relay
+from holdfast.gateway.http.passage import Passage, Relay
 from holdfast.gateway.http.pool import Upstream
-from holdfast.gateway.http.serialize import checked, reply_head
+from holdfast.gateway.http.serialize import checked, reply_head, request_head
 from holdfast.gateway.http.shares import Shares
 from holdfast.gateway.http.trouble import CallerLeft
 
@@ -48,21 +49,17 @@ class Exchange:
         self._charged: list[tuple[Shares, str]] = []
         self._passage: Passage | None = None
         self._reading: asyncio.Future[None] | None = None
+        self._limit = 0
         self._trouble: Exception | None = None
-        self._gone: asyncio.Event | None = None
         self.answered = False
         """Whether an answer has begun: then there cannot be another one."""
         self.closes = False
         """Whether the connection ends with this answer."""
 
     @property
-    def gone(self) -> asyncio.Event:
-        """Set when the caller has left: there is nobody to wait for."""
-        if self._gone is None:
-            self._gone = asyncio.Event()
-            if isinstance(self._trouble, CallerLeft):
-                self._gone.set()
-        return self._gone
+    def gone(self) -> bool:
+        """Whether the caller has left: there is nobody to wait for."""
+        return isinstance(self._trouble, CallerLeft)
 
     @property
     def cannot_replay(self) -> bool:
@@ -90,7 +87,7 @@ class Exchange:
                 break
             self._charged.append((shares, owner))
         if over:
-            self._server.count(f"owner_{over}")
+            self._server.counts[f"owner_{over}"] += 1
         return over
 
     def discharge(self) -> None:
@@ -105,21 +102,32 @@ class Exchange:
         intake = self._intake
         if not intake.whole:
             raise Mistake("the body has been passed on, and was too large to be kept")
-        if (self.head.length or 0) > limit or intake.exceeds(limit):
+        if max(self.head.length or 0, intake.received_bytes) > limit:
             raise TooLarge(f"the body is larger than {limit} bytes")
         if not intake.complete:
             intake.keep(limit)
+            self._limit = limit
             self._reading = asyncio.get_running_loop().create_future()
-            intake.sink = _Waiter(self._reading, intake, limit)
+            intake.sink = self
             self._connection.want_body()
             try:
                 await self._reading
             finally:
                 intake.sink = None
                 self._reading = None
-            if intake.exceeds(limit):
+            if intake.received_bytes > limit:
                 raise TooLarge(f"the body is larger than {limit} bytes")
         return intake.kept()
+
+    def take(self, _piece: bytes) -> None:
+        """The body piles up until it is complete, or too large. From the intake."""
+        if self._intake.received_bytes > self._limit:
+            self.finish()
+
+    def finish(self) -> None:
+        """There is nothing more to wait for. From the intake."""
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
 
     async def answer(
         self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), body: bytes = b""
@@ -133,8 +141,7 @@ class Exchange:
         if not any(name == b"date" for name, _ in fields):
             fields.append((b"date", _date(int(time.time()))))
         bodiless = status in (204, 304)
-        close = self._connection.must_close(drains=True)
-        self._connection.begin_answer(close=close)
+        close = self._connection.begin_answer(drains=True)
         head = reply_head(
             status,
             fields,
@@ -169,19 +176,21 @@ class Exchange:
         self._check()
         if not self._intake.whole:
             raise Mistake("the body is too large to be sent again")
-        order = Order(
+        write_head = functools.partial(
+            request_head,
+            self.head,
             self.head.target if path is None else _target(path),
-            _host(upstream),
-            replace or {},
-            frozenset(remove),
-            relay,
-            hold_s,
+            replace=replace or {},
+            remove=remove,
+            host=_host(upstream),
         )
         try:
             line = await self._pool.take(upstream)
         except Unavailable as error:
             return Refused(str(error))
-        passage = Passage(self._connection, self.head, self._intake, line, order)
+        passage = Passage(
+            self._connection, self.head, self._intake, line, write_head, relay, hold_s
+        )
         try:
             self._check()
             if not line.open:
@@ -197,8 +206,6 @@ class Exchange:
         """The caller has left, or what it sends cannot be accepted. From the connection."""
         if self._trouble is None:
             self._trouble = error
-        if self._gone is not None and isinstance(error, CallerLeft):
-            self._gone.set()
         if self._passage is not None:
             self._passage.fail(error)
         if self._reading is not None and not self._reading.done():
@@ -226,23 +233,6 @@ class Exchange:
             raise Mistake("the request has been answered")
 
 
-class _Waiter:
-    """A sink that lets the body pile up until it is complete, or too large."""
-
-    def __init__(self, done: "asyncio.Future[None]", intake: Intake, limit: int) -> None:
-        self._done = done
-        self._intake = intake
-        self._limit = limit
-
-    def take(self, _piece: bytes) -> None:
-        if self._intake.exceeds(self._limit):
-            self.finish()
-
-    def finish(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-
 def _target(path: str) -> str:
     if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
         raise Mistake(f"a target is a path, percent-encoded, not {path[:80]!r}")
@@ -254,12 +244,7 @@ def _host(upstream: Upstream) -> bytes:
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
 
 
-_dated: tuple[int, bytes] = (0, b"")
-
-
+@functools.lru_cache(maxsize=1)
 def _date(now: int) -> bytes:
     """The time as answers say it; the same bytes for a second."""
-    global _dated
-    if _dated[0] != now:
-        _dated = (now, email.utils.formatdate(now, usegmt=True).encode())
-    return _dated[1]
+    return email.utils.formatdate(now, usegmt=True).encode()

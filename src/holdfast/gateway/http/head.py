@@ -16,7 +16,7 @@ from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.llhttp import httptools
 from holdfast.gateway.http.trouble import Rejected
 
-__all__ = ["METHODS", "FieldReader", "Fields", "Head", "parse_request", "plain", "unclean"]
+__all__ = ["FieldReader", "Fields", "Head", "keep_alive", "parse_request", "plain", "unclean"]
 
 Fields = tuple[tuple[bytes, bytes], ...]
 """Header fields in order: lower-case names, values without surrounding blanks."""
@@ -130,7 +130,7 @@ def parse_request(raw: bytes, limits: Limits) -> Head:
         fields,
         length,
         1 if minor == b"1" else 0,
-        _keep_alive(fields, minor == b"1"),
+        keep_alive(fields, default=minor == b"1"),
         expect is not None and minor == b"1" and length != 0,
     )
 
@@ -209,7 +209,8 @@ def _length(seen: dict[bytes, bytes], minor: bytes, limits: Limits) -> int | Non
     return length
 
 
-def _keep_alive(fields: Fields, default: bool) -> bool:
+def keep_alive(fields: Fields, *, default: bool) -> bool:
+    """Whether the other side wants its connection kept."""
     keep = default
     for name, value in fields:
         if name == b"connection":

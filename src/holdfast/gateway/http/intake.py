@@ -28,17 +28,6 @@ class Sink(Protocol):
 class Intake:
     """See the module."""
 
-    __slots__ = (
-        "_decoder",
-        "_keep_bytes",
-        "_kept",
-        "_limits",
-        "complete",
-        "received_bytes",
-        "sink",
-        "whole",
-    )
-
     def __init__(self, head: Head, limits: Limits) -> None:
         self._limits = limits
         self._decoder: Decoder = (
@@ -64,10 +53,6 @@ class Intake:
     def keep(self, limit: int) -> None:
         """Keep more than usual: the body is wanted in one piece."""
         self._keep_bytes = max(self._keep_bytes, limit)
-
-    def exceeds(self, limit: int) -> bool:
-        """Whether more than `limit` bytes have come."""
-        return self.received_bytes > limit
 
     def kept(self) -> bytes:
         """What has passed so far, from the first byte; only while `whole`."""

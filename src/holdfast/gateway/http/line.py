@@ -1,46 +1,24 @@
 """One connection to an upstream.
 
-It carries one request at a time. Whoever uses it (`User`) is told what comes back; when
+It carries one request at a time. The `Passage` that uses it is told what comes back; when
 nobody does, anything that comes back means that the connection is not to be used again.
 """
 
 import asyncio
 import select
 from collections.abc import Callable
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from holdfast.gateway.http.answers import Answer, parse_answer
+from holdfast.gateway.http.answers import parse_answer
 from holdfast.gateway.http.framing import Decoder, Malformed, UntilClose
 from holdfast.gateway.http.limits import Limits
 
-__all__ = ["Line", "User"]
+if TYPE_CHECKING:
+    from holdfast.gateway.http.passage import Passage
+
+__all__ = ["Line"]
 
 _INTERIM_ANSWERS: Final = 16
-
-
-class User(Protocol):
-    """Who sent the request that the line carries."""
-
-    def on_continue(self) -> None:
-        """The upstream wants the body."""
-
-    def on_answer(self, answer: Answer) -> None:
-        """The head of the answer."""
-
-    def on_piece(self, piece: bytes) -> None:
-        """Some bytes of the answer's body."""
-
-    def on_end(self) -> None:
-        """The answer is complete."""
-
-    def on_flush(self) -> None:
-        """That was all that could be read for now."""
-
-    def on_lost(self, reason: str) -> None:
-        """There will be no (more) answer. Comes at most once, and not after `on_end`."""
-
-    def on_writable(self, writable: bool) -> None:
-        """Whether the upstream takes more of the body at present."""
 
 
 class Line(asyncio.Protocol):
@@ -51,7 +29,7 @@ class Line(asyncio.Protocol):
         self._closed = closed
         self._transport: asyncio.Transport | None = None
         self._poll = select.poll()
-        self._user: User | None = None
+        self._user: Passage | None = None
         self._method = ""
         self._decoder: Decoder | None = None
         self._head = b""
@@ -74,7 +52,7 @@ class Line(asyncio.Protocol):
         the kernel: the event loop may not have come to it yet."""
         return self.open and not self._poll.poll(0)
 
-    def begin(self, user: User, method: str) -> None:
+    def begin(self, user: "Passage", method: str) -> None:
         """A request is about to be written."""
         self._user, self._method = user, method
         self._decoder, self._head, self._interim = None, b"", 0
@@ -159,7 +137,7 @@ class Line(asyncio.Protocol):
         if self._user is not None:
             self._user.on_writable(True)
 
-    def _read_head(self, user: User, data: bytes) -> None:
+    def _read_head(self, user: "Passage", data: bytes) -> None:
         self._head += data
         while True:
             end = self._head.find(b"\r\n\r\n") + 4
@@ -184,14 +162,14 @@ class Line(asyncio.Protocol):
             if answer.status == 100:
                 user.on_continue()
 
-    def _read_body(self, user: User, decoder: Decoder, data: bytes) -> None:
+    def _read_body(self, user: "Passage", decoder: Decoder, data: bytes) -> None:
         piece = decoder.feed(data)
         if piece:
             user.on_piece(piece)
         if decoder.done:
             self._finish(user, decoder.rest)
 
-    def _finish(self, user: User, rest: bytes) -> None:
+    def _finish(self, user: "Passage", rest: bytes) -> None:
         if rest:
             self.clean = False  # more than was asked for: do not ask again
         user.on_end()

@@ -11,57 +11,46 @@ after it: `Refused` is not decided here, because by now bytes are being written.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
-
-import msgspec
 
 from holdfast.gateway.http.answers import Answer
 from holdfast.gateway.http.head import Fields, Head
 from holdfast.gateway.http.intake import Intake
 from holdfast.gateway.http.line import Line
 from holdfast.gateway.http.outcomes import Forwarded, Lost, Relayed, Truncated, Withheld
-from holdfast.gateway.http.serialize import (
-    LAST_CHUNK,
-    chunk,
-    end_to_end,
-    reply_head,
-    request_head,
-)
+from holdfast.gateway.http.serialize import LAST_CHUNK, chunk, end_to_end, reply_head
 
 if TYPE_CHECKING:
     from holdfast.gateway.http.connection import Connection
 
-__all__ = ["Order", "Passage", "Relay"]
+__all__ = ["Passage", "Relay"]
 
 Relay = Callable[[int, Fields], bool]
 """Asked when the head of an answer is there: whether the caller is to get it."""
-
-
-class Order(msgspec.Struct, frozen=True):
-    """How a request is to be passed on."""
-
-    target: str
-    host: bytes
-    """For a caller that names none, as HTTP/1.0 allows."""
-    replace: Mapping[bytes, bytes]
-    remove: frozenset[bytes]
-    relay: Relay
-    hold_s: float
+WriteHead = Callable[..., bytes]
+"""`serialize.request_head` with all that is known before the body is looked at."""
 
 
 class Passage:
     """See the module. `outcome` is what the exchange waits for."""
 
     def __init__(
-        self, connection: "Connection", head: Head, intake: Intake, line: Line, order: Order
+        self,
+        connection: "Connection",
+        head: Head,
+        intake: Intake,
+        line: Line,
+        write_head: WriteHead,
+        relay: Relay,
+        hold_s: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._head = head
         self._intake = intake
         self._line = line
-        self._order = order
+        self._write_head, self._relay, self._hold_s = write_head, relay, hold_s
         self._answer_s = connection.limits.answer_s
         self.outcome: asyncio.Future[Forwarded] = self._loop.create_future()
         self._chunked = False  # the request's body
@@ -80,28 +69,20 @@ class Passage:
 
     def start(self) -> None:
         """Write the request, as much of it as is there."""
-        intake, order = self._intake, self._order
+        intake = self._intake
         length = intake.kept_bytes if intake.complete else self._head.length
         self._chunked = length is None
         self._holding = (
-            order.hold_s > 0
+            self._hold_s > 0
             and not intake.complete
             and (length is None or length > self._connection.limits.replay_bytes)
         )
-        head = request_head(
-            self._head,
-            order.target,
-            replace=order.replace,
-            remove=order.remove,
-            length=length,
-            expect=self._holding,
-            host=order.host,
-        )
+        head = self._write_head(length=length, expect=self._holding)
         self._line.begin(self, self._head.method)
         self._timer = self._loop.call_later(self._answer_s, self._look)
         if self._holding:
             self._line.write([head])
-            self._hold_timer = self._loop.call_later(order.hold_s, self.on_continue)
+            self._hold_timer = self._loop.call_later(self._hold_s, self.on_continue)
         else:
             self._open(head)
 
@@ -165,7 +146,7 @@ class Passage:
         self._answer = answer
         self._holding = False
         try:
-            relayed = self._order.relay(answer.status, answer.headers)
+            relayed = self._relay(answer.status, answer.headers)
         except Exception as error:  # noqa: BLE001 - raised where the outcome is awaited
             self._mode = "withhold"
             self.fail(error)
@@ -233,16 +214,15 @@ class Passage:
 
     def _reply_head(self, answer: Answer) -> bytes:
         head = self._head
-        close = self._connection.must_close()
         length = answer.length
-        if length is None and head.minor == 0:
-            close = True  # the only way in which HTTP/1.0 can be told where it ends
         self._chunks_out = length is None and head.minor == 1
         if head.method == "HEAD" or answer.status == 304:
-            length = _declared(answer)
+            length = answer.declared
         elif answer.status == 204:
             length = None
-        self._connection.begin_answer(close=close)
+        # The only way in which HTTP/1.0 can be told where an answer of unknown length ends.
+        ends = answer.length is None and head.minor == 0
+        close = self._connection.begin_answer(close=ends)
         return reply_head(
             answer.status,
             end_to_end(answer.headers),
@@ -276,11 +256,3 @@ class Passage:
         else:
             self._line.abort()
             self.on_lost(f"the upstream was silent for {self._answer_s:g} s")
-
-
-def _declared(answer: Answer) -> int | None:
-    """The length that is said, where none follows."""
-    for name, value in answer.headers:
-        if name == b"content-length":
-            return int(value)
-    return None

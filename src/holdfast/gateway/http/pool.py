@@ -1,12 +1,12 @@
 """Connections to upstreams: kept while they are fresh, bounded in number.
 
-Invariant: a line that is handed out was open a moment ago, with nothing said on it. What
-happens to a request that was written to it is never hidden: nothing here sends again.
+Invariants: a line that is handed out was open a moment ago, with nothing said on it. What
+happens to a request that was written to it is never hidden: nothing here sends again. A new line
+is made only when none is idle, so a bound on the lines in use bounds the open ones.
 """
 
 import asyncio
 import functools
-from collections import deque
 
 from holdfast.errors import Unavailable
 from holdfast.gateway.http.limits import Limits
@@ -21,14 +21,16 @@ Upstream = tuple[str, int]
 class _Book:
     """What there is for one upstream."""
 
-    __slots__ = ("idle", "open", "takers", "waiting")
+    __slots__ = ("idle", "lines", "places", "users")
 
-    def __init__(self) -> None:
-        self.takers = 0
+    def __init__(self, places: int) -> None:
+        self.users = 0
+        """Requests that have a line, or wait for one."""
         self.idle: list[Line] = []
-        self.open = 0
-        """Lines that stand or are being made."""
-        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.lines: set[Line] = set()
+        """Those that stand or are being made."""
+        self.places = asyncio.Semaphore(places)
+        """For lines in use."""
 
 
 class Pool:
@@ -43,39 +45,45 @@ class Pool:
     @property
     def open_lines(self) -> int:
         """How many connections to upstreams there are."""
-        return sum(book.open for book in self._books.values())
+        return sum(len(book.lines) for book in self._books.values())
 
     async def take(self, upstream: Upstream) -> Line:
         """A line to an upstream. Raises `Unavailable`: nothing has reached it then."""
         book = self._books.get(upstream)
         if book is None:
-            book = self._books[upstream] = _Book()
-        if (line := self._kept(book)) is not None:
+            book = self._books[upstream] = _Book(self._limits.upstream_connections)
+        book.users += 1
+        if not book.places.locked() and (line := self._kept(book)) is not None:
+            await book.places.acquire()  # nobody waits for a place: this takes no time
             return line
-        book.takers += 1
         try:
             async with asyncio.timeout(self._limits.connect_s):
                 return await self._make(upstream, book)
-        except TimeoutError:
-            raise Unavailable(
-                f"no connection to {upstream[0]}:{upstream[1]} within {self._limits.connect_s} s"
-            ) from None
-        except OSError as error:
-            raise Unavailable(f"{upstream[0]}:{upstream[1]} cannot be reached: {error}") from None
-        finally:
-            book.takers -= 1
+        except BaseException as error:
+            book.users -= 1
             self._tidy(upstream)
+            if isinstance(error, OSError):  # or the time is over
+                raise self._unavailable(upstream, error) from None
+            raise
+
+    def _unavailable(self, upstream: Upstream, error: OSError) -> Unavailable:
+        where = f"{upstream[0]}:{upstream[1]}"
+        if isinstance(error, TimeoutError):
+            return Unavailable(f"no connection to {where} within {self._limits.connect_s} s")
+        return Unavailable(f"{where} cannot be reached: {error}")
 
     def give(self, line: Line, upstream: Upstream, *, reusable: bool) -> None:
         """Hand a line back."""
         line.end()
-        book = self._books.get(upstream)
-        if not reusable or not line.open or not line.writable or self._closed or book is None:
+        book = self._books[upstream]
+        book.users -= 1
+        book.places.release()
+        if not reusable or not line.open or not line.writable or self._closed:
             line.abort()
+            self._tidy(upstream)
             return
         line.idle_since = asyncio.get_running_loop().time()
         book.idle.append(line)
-        self._wake(book)
         if self._sweep is None:
             self._later()
 
@@ -100,53 +108,32 @@ class Pool:
         return None
 
     async def _make(self, upstream: Upstream, book: _Book) -> Line:
-        loop = asyncio.get_running_loop()
-        while book.open >= self._limits.upstream_connections:
-            turn = loop.create_future()
-            book.waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._wake(book)  # it was our turn: it is somebody else's now
-                raise
-            finally:
-                if turn in book.waiting:
-                    book.waiting.remove(turn)
-            if (kept := self._kept(book)) is not None:
-                return kept
-        book.open += 1
-        counted = [True]
-        line = Line(self._limits, functools.partial(self._ended, upstream, book, counted))
+        """Wait for a place; then a line that somebody has handed back meanwhile, or a new one."""
+        await book.places.acquire()
+        if (kept := self._kept(book)) is not None:
+            return kept
+        line = Line(self._limits, functools.partial(self._ended, upstream, book))
+        book.lines.add(line)
         try:
-            await loop.create_connection(lambda: line, *upstream)
+            await asyncio.get_running_loop().create_connection(lambda: line, *upstream)
         except BaseException:
             line.abort()
-            self._ended(upstream, book, counted, line)
+            self._ended(upstream, book, line)
+            book.places.release()
             raise
         return line
 
-    def _ended(self, upstream: Upstream, book: _Book, counted: list[bool], line: Line) -> None:
-        """A line has closed, or was never made; counted once, whichever comes first."""
-        if counted:
-            counted.clear()
-            book.open -= 1
-            if line in book.idle:
-                book.idle.remove(line)
-            self._wake(book)
-            self._tidy(upstream)
-
-    def _wake(self, book: _Book) -> None:
-        while book.waiting:
-            turn = book.waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+    def _ended(self, upstream: Upstream, book: _Book, line: Line) -> None:
+        """A line has closed, or was never made."""
+        book.lines.discard(line)
+        if line in book.idle:
+            book.idle.remove(line)
+        self._tidy(upstream)
 
     def _tidy(self, upstream: Upstream) -> None:
         """Addresses come and go: keep none that has no lines."""
         book = self._books.get(upstream)
-        if book is not None and not book.open and not book.takers:
+        if book is not None and not book.lines and not book.users:
             del self._books[upstream]
 
     def _later(self) -> None:

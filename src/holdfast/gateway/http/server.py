@@ -5,23 +5,23 @@ their connections closed; what is left at the deadline is cut.
 """
 
 import asyncio
+import contextlib
 import itertools
 import ssl as tls
 from collections import Counter
-from collections.abc import Awaitable, Callable
-
-import msgspec
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 from holdfast.errors import Mistake
-from holdfast.gateway.http.connection import Connection, Render
+from holdfast.gateway.http.connection import Connection
 from holdfast.gateway.http.exchange import Exchange
-from holdfast.gateway.http.head import Fields
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.pool import Pool
 from holdfast.gateway.http.shares import Shares
 
-__all__ = ["Handler", "Server", "render_json"]
+__all__ = ["Handler", "Server", "run"]
 
+T = TypeVar("T")
 Handler = Callable[[Exchange], Awaitable[None]]
 Record = Callable[[Exception, Exchange], None]
 
@@ -29,15 +29,6 @@ _BACKLOG = 1024
 _TICKS_PER_TIME = 4
 _TICK_MOST_S = 0.5
 """How late a bound of `Limits` may be kept, at most: the clock of the engine, no setting."""
-
-
-def render_json(status: int, code: str, message: str) -> tuple[Fields, bytes]:
-    """A refusal by the engine itself, as JSON."""
-    body = msgspec.json.encode({"error": {"code": code, "message": message}})
-    extra: Fields = ((b"retry-after", b"1"),) if status == 503 else ()
-    if status == 405:
-        extra = ((b"allow", b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"),)
-    return ((b"content-type", b"application/json"), *extra), body
 
 
 def _report(error: Exception, exchange: Exchange) -> None:
@@ -54,15 +45,12 @@ class Server:
         handler: Handler,
         *,
         limits: Limits | None = None,
-        pool: Pool | None = None,
-        render: Render = render_json,
         record: Record = _report,
     ) -> None:
         self.handler = handler
         self.limits = limits or Limits()
         self.limits.check()
-        self.pool = pool or Pool(self.limits)
-        self.render = render
+        self.pool = Pool(self.limits)
         self.record = record
         self.counts: Counter[str] = Counter()
         """How often the engine refused or cut something, by code."""
@@ -124,11 +112,9 @@ class Server:
             connection.stop()
         if self._connections:
             self._empty.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await self._empty.wait()
-            except TimeoutError:
-                pass
         left = list(self._connections)
         cut = sum(connection.busy for connection in left)
         await asyncio.gather(*(connection.abandon() for connection in left))
@@ -151,7 +137,7 @@ class Server:
             before = connection.since - self.limits.greeting_s
             old = itertools.takewhile(lambda one: one.since <= before, self._strangers)
             if (one := next((one for one in old if not one.busy), None)) is not None:
-                self.count("too_many_strangers")
+                self.counts["too_many_strangers"] += 1
                 one.give_way()
                 return True
         return len(self._connections) <= self.limits.connections
@@ -166,21 +152,6 @@ class Server:
         self._strangers.pop(connection, None)
         if not self._connections:
             self._empty.set()
-
-    def begin_request(self) -> bool:
-        """Take a request in; False: it is one too many."""
-        if self.requests >= self.limits.requests:
-            return False
-        self.requests += 1
-        return True
-
-    def end_request(self) -> None:
-        """A request is done."""
-        self.requests -= 1
-
-    def count(self, code: str) -> None:
-        """Something was refused or cut."""
-        self.counts[code] += 1
 
     def _tick_length(self) -> float:
         limits = self.limits
@@ -197,3 +168,14 @@ class Server:
         for connection in list(self._connections):
             connection.tick(now)
         self._ticking = loop.call_later(self._tick_s, self._tick)
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run a program on the fastest event loop that there is here: uvloop, or asyncio's own."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)

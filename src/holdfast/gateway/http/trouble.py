@@ -4,9 +4,11 @@
 to get one. A handler lets both pass: the server knows what to do.
 """
 
+import msgspec
+
 from holdfast.errors import Gone, Mistake
 
-__all__ = ["CallerLeft", "Rejected"]
+__all__ = ["CallerLeft", "Rejected", "render_json"]
 
 
 class Rejected(Mistake):
@@ -20,3 +22,13 @@ class Rejected(Mistake):
 
 class CallerLeft(Gone):
     """The caller closed its connection before it had its whole answer."""
+
+
+def render_json(status: int, code: str, message: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """A refusal by the engine itself, as header fields and a body of JSON."""
+    fields = [(b"content-type", b"application/json")]
+    if status == 503:
+        fields.append((b"retry-after", b"1"))
+    if status == 405:
+        fields.append((b"allow", b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"))
+    return fields, msgspec.json.encode({"error": {"code": code, "message": message}})
