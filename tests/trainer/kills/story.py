@@ -228,10 +228,14 @@ class Audit:
             assert terms == sorted(terms), f"somebody who had been replaced gave results: {terms}"
 
 
+Meanwhile = Callable[[House, Audit], None]
+"""What is done to a trainer while the program runs."""
+
+
 def tell(
     there: House,
     audit: Audit,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Meanwhile = lambda *_: None,
     *,
     steps: int = STEPS,
     limit_s: float = 120.0,
@@ -240,7 +244,7 @@ def tell(
     """Run the program while something is done to its trainer; everything that came of it."""
     with there.program(PROGRAM, STEPS=str(steps)) as program:
         model = program.next()["model"]
-        meanwhile()
+        meanwhile(there, audit)
         lines = program.finish(limit_s)[1:]
     told = asyncio.run(_look(url or f"sqlite:///{there.folder}/ledger.db", model, lines))
     audit.wait(len(told.kinds))
