@@ -51,23 +51,22 @@ async def test_a_trainer_waits_for_room_in_its_ledger(
     """Nothing fails, nothing is lost, and a successor that begins meanwhile waits as well."""
     with small(tmp_path / "disk", DISK_BYTES) as disk:
         url = f"sqlite:///{disk}/ledger.db"
-        async with ledgers.open(url) as ledger, living(ledger) as (trainer, compute):
-            compute.may_end.set()
-            model = await begin_model(trainer.core)
+        async with ledgers.open(url) as ledger, living(ledger) as there:
+            model = await begin_model(there.core)
             with full(disk):
-                stuck = await _until_it_waits(trainer.core, model, waits)
+                stuck = await _until_it_waits(there.core, model, waits)
                 assert "no room" in waits[0].reason
-                successor = living(ledger, term=2)
+                successor = living(ledger, epoch=2)
                 begun = asyncio.create_task(successor.__aenter__())
                 seen = len(waits)
                 while len(waits) < seen + 3:
                     await asyncio.sleep(0.05)
-                assert trainer.journal.failure is None
+                assert there.core.journal.failure is None
                 assert not begun.done()
             # What the first one still had to record is recorded, or it finds that it was replaced.
             with contextlib.suppress(Fenced):
                 assert await stuck
-            later, _ = await begun
+            later = await begun
             try:
                 assert model in later.core.lines
             finally:
@@ -79,12 +78,11 @@ async def test_patience_has_an_end(tmp_path: Path, waits: list[Waiting]) -> None
     """After `room_s` the trainer ends, and says what is full."""
     with small(tmp_path / "disk", DISK_BYTES) as disk:
         url = f"sqlite:///{disk}/ledger.db"
-        async with ledgers.open(url) as ledger, living(ledger, room_s=0.1) as (trainer, compute):
-            compute.may_end.set()
-            model = await begin_model(trainer.core)
+        async with ledgers.open(url) as ledger, living(ledger, room_s=0.1) as there:
+            model = await begin_model(there.core)
             with full(disk):
-                stuck = await _until_it_waits(trainer.core, model, waits)
+                stuck = await _until_it_waits(there.core, model, waits)
                 with pytest.raises(NoRoom, match="no room"):
-                    await trainer.journal.failed()
+                    await there.core.journal.failed()
                 with pytest.raises(NoRoom, match="no room"):
                     await stuck

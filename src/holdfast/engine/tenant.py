@@ -34,11 +34,10 @@ class Tenant:
         base: "Base",
         name: str,
         model: Any,
-        *,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
         files: Mapping[str, bytes],
         weights_file: str,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.base = base
         self.name = name
@@ -46,7 +45,7 @@ class Tenant:
         """What the file with `state` must be called, beside `carried_files`."""
         self._model = model
         self._parameters = dict(sorted(parameters.items()))
-        self._buffers = dict(buffers)
+        self._buffers = dict(buffers or {})
         self._files = dict(files)
 
     def parameters(self) -> dict[str, nn.Parameter]:

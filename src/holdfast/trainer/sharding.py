@@ -79,10 +79,10 @@ class ShardedTenant(Tenant):
             base,
             name,
             model,
-            parameters=dict(model.named_parameters()),
-            buffers={key: one for key, one in model.state_dict().items() if key not in tied},
-            files=self._form.carried_files(),
-            weights_file=self._form.weights_file,
+            dict(model.named_parameters()),
+            self._form.carried_files(),
+            self._form.weights_file,
+            {key: one for key, one in model.state_dict().items() if key not in tied},
         )
 
     # ---- weights ---------------------------------------------------------------
