@@ -98,7 +98,11 @@ def link(name: str, target: str) -> Change:
 
 
 def without(*names: str) -> Change:
-    return lambda folder: [(folder / name).unlink() for name in names]
+    def change(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return change
 
 
 def pickle_only(folder: Path) -> None:
@@ -135,6 +139,7 @@ def deep(depth: int) -> str:
     return '{"x":' * depth + "1" + "}" * depth
 
 
+LEFT = "transformers cannot load|are not those of its config.json"
 BAD: list[tuple[Change, type[HoldfastError], str]] = [
     # what is not a whole model
     (shutil.rmtree, NotFound, "there is no model directory"),
@@ -204,21 +209,16 @@ BAD: list[tuple[Change, type[HoldfastError], str]] = [
     (edit("generation_config.json", eos_token_id=[{}]), Mistake, r"eos_token_id=\[{}\] is not"),
     (edit("tokenizer.json", added_tokens=[7]), Mistake, "added_tokens is not a list of objects"),
     # what is left to transformers
-    *(
-        (edit(**fields), Mistake, "transformers cannot load|are not those of its config.json")
-        for fields in (
-            {"model_type": 7},
-            {"model_type": "no_such_type"},
-            {"model_type": ["llama"]},
-            {"hidden_size": 3},
-            {"hidden_size": 64},
-            {"hidden_act": [1]},
-            {"hidden_act": "no_such"},
-            {"rope_scaling": 7},
-            {"rope_parameters": [{}]},
-            {"rms_norm_eps": "x"},
-        )
-    ),
+    (edit(model_type=7), Mistake, LEFT),
+    (edit(model_type="no_such_type"), Mistake, "no_such_type"),
+    (edit(model_type=["llama"]), Mistake, LEFT),
+    (edit(hidden_size=3), Mistake, LEFT),
+    (edit(hidden_size=64), Mistake, LEFT),
+    (edit(hidden_act=[1]), Mistake, LEFT),
+    (edit(hidden_act="no_such"), Mistake, LEFT),
+    (edit(rope_scaling=7), Mistake, LEFT),
+    (edit(rope_parameters=[{}]), Mistake, LEFT),
+    (edit(rms_norm_eps="x"), Mistake, LEFT),
 ]
 
 

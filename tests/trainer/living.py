@@ -158,7 +158,9 @@ async def living(
 ) -> AsyncIterator[Living]:
     """A trainer that carries out, and looks after things only when it is told to."""
     async with contextlib.AsyncExitStack() as stack:
-        opened = ledger or await stack.enter_async_context(ledgers.open("memory:"))
+        opened = ledger
+        if opened is None:
+            opened = await stack.enter_async_context(ledgers.open("memory:"))
         prompt = Prompt(opened, seed=epoch)
         compute, kept = Compute(prompt), {} if files is None else files
 

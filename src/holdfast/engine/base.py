@@ -132,14 +132,7 @@ class Base:
 
     def _check_names(self, names: set[str]) -> None:
         """What is published must have the names of the files, or others could not load it."""
-        from safetensors import safe_open
-
-        stored: set[str] = set()
-        with loading.one_error(self.folder):
-            for path in self.folder.glob("*.safetensors"):
-                with safe_open(path, "pt") as file:
-                    stored.update(file.keys())
-        strange = sorted(names - stored)
+        strange = sorted(names - loading.stored(self.folder).keys())
         if strange:
             raise Mistake(
                 f"{self.architecture} is stored under other names than it computes with "

@@ -58,7 +58,7 @@ __all__ = [
 Category = Literal["unknown", "server", "user"]
 DType = Literal["float32", "int64"]
 T = TypeVar("T")
-_NUMPY = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

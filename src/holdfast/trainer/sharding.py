@@ -263,11 +263,7 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._where: dict[str, Path] = {}
-        with loading.one_error(folder):
-            for path in sorted(folder.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
-                    self._where.update(dict.fromkeys(file.keys(), path))
+        self._where = loading.stored(folder)
 
     def read(self, name: str, like: Tensor) -> Tensor:
         """One tensor."""

@@ -51,7 +51,7 @@ class Trainer:
         self._runtime = runtime
         self._wall = wall
         self.journal = journal(runtime, keys, guards, room_s=policy.room_s, timeouts=timeouts)
-        self._make_core = lambda: core(
+        self._make_core: Callable[[], Core] = lambda: core(
             runtime,
             self.journal,
             segments(self.journal.term),

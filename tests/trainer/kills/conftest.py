@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def survive(
     url: str = "",
     steps: int = STEPS,
     limit_s: float = 120.0,
-    **policy: object,
+    **policy: Any,
 ) -> tuple[int, int]:
     """Have the work done while something happens to its trainer: it must come to the same.
 

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def _plan(
 
 
 def _die(
-    folder: Path, clauses: list[str], reference: Reference, steps: int, **policy: object
+    folder: Path, clauses: list[str], reference: Reference, steps: int, **policy: Any
 ) -> None:
     plan, log = ";".join(clauses), folder / "faults"
     print(f"seed {SEED}: {plan}")
