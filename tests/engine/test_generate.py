@@ -1,6 +1,7 @@
 """Generation: what the cache gives is what a whole pass gives, and the same bits every time."""
 
 import hashlib
+import math
 import sys
 from pathlib import Path
 
@@ -272,8 +273,13 @@ def test_requests_out_of_bounds(
         {"prompt_logprobs_last_n": -1},
         {"topk_prompt_logprobs": -1},
         {"topk_sample_logprobs": 10**6},
-        {"temperature": -1.0},
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
         {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"top_k": -2},
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import Gone, Mistake
+from holdfast.text import several
 
 if TYPE_CHECKING:
     from holdfast.engine.base import Base
@@ -156,8 +157,4 @@ class Tenant:
 
 
 def _told(what: str, names: set[str]) -> list[str]:
-    if not names:
-        return []
-    first = ", ".join(sorted(names)[:_NAMED])
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{what}: {first}{rest}"]
+    return [f"{what}: {several(sorted(names), _NAMED)}"] if names else []

@@ -56,8 +56,6 @@ def tensor(types: Any, spec: Spec) -> Any:
 
 def datum(types: Any, spec: Spec) -> Any:
     chunks = [types.EncodedTextChunk(tokens=tokens) for tokens in spec["chunks"]]
-    if spec.get("image"):
-        chunks.append(types.ImageChunk(data=b"png", format="png"))
     inputs = {name: tensor(types, one) for name, one in spec["inputs"].items()}
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
