@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ async def _until_it_waits(core: Core, model: str, waits: list[Waiting]) -> "asyn
 
 
 @contextlib.asynccontextmanager
-async def small_ledger(folder: Path, **policy: float) -> AsyncIterator[tuple[Path, Living, str]]:
+async def small_ledger(folder: Path, **policy: Any) -> AsyncIterator[tuple[Path, Living, str]]:
     """A trainer whose ledger is on a small disk: the disk, the trainer, and a model."""
     with small(folder / "disk", DISK_BYTES) as disk:
         url = f"sqlite:///{disk}/ledger.db"
