@@ -1,87 +1,14 @@
-"""Loading: all of a model and nothing but data, quietly, or an error that says what to do."""
+"""Loading: all of a model, quietly. What is refused: `test_directory.py`."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from holdfast.engine.base import Base, load_base
-from holdfast.errors import Corrupt, HoldfastError, Mistake, NotFound
-
-
-def edit(**changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def without(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def pickle_only(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-
-
-def no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
-
-
-def lacks_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def bad_json(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        (shutil.rmtree, NotFound, "there is no model directory"),
-        (without("config.json"), Mistake, "has no config.json"),
-        (without("model.safetensors"), Mistake, "has no weights"),
-        (pickle_only, Mistake, "pytorch_model.bin, a pickle, which is never loaded"),
-        (no_tokenizer, Mistake, "has no tokenizer: copy tokenizer.json"),
-        (edit(architectures=["BertForMaskedLM"]), Mistake, "not a causal language model"),
-        (edit(architectures=None), Mistake, "not a causal language model"),
-        (edit(model_type="no_such_type"), Mistake, "no_such_type"),
-        (edit(auto_map={"AutoModelForCausalLM": "evil.Model"}), Mistake, "never run"),
-        (edit(quantization_config={"quant_method": "fp8"}), Mistake, "is quantized"),
-        (edit(hidden_size=64), Mistake, "transformers cannot load|another shape"),
-        (lacks_a_tensor, Mistake, r"1 tensors are not there .*layers\.1\.mlp\.up_proj"),
-        (truncated, Corrupt, "cannot be read"),
-        (bad_json, Corrupt, "config.json cannot be read"),
-    ],
-)
-def test_bad_directories(
-    tiny: Path,
-    tmp_path: Path,
-    change: Callable[[Path], None],
-    kind: type[HoldfastError],
-    words: str,
-) -> None:
-    """A directory that is not a whole model is refused, and the error says what is wrong."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny, folder)
-    change(folder)
-    with pytest.raises(kind, match=words):
-        load_base("bad", folder)
+from holdfast.errors import Mistake
 
 
 def test_bad_arguments(tiny: Path) -> None:

@@ -101,25 +101,6 @@ def test_diverged_weights_are_told(bad: float) -> None:
         draw(torch.tensor([[0.0, bad]]), torch.zeros(1, dtype=torch.float64), Shape())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": math.nan},
-        {"top_k": -2},
-    ],
-    ids=str,
-)
-def test_settings_out_of_bounds(fields: dict[str, float]) -> None:
-    """Settings without meaning are refused."""
-    with pytest.raises(Mistake):
-        Shape(**fields)  # type: ignore[arg-type]
-
-
 def test_top_logprobs() -> None:
     """The likeliest in order, the lower token first among equals."""
     tokens, values = top_logprobs(torch.tensor([[-3.0, -1.0, -2.0, -1.0]]), 3)

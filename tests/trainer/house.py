@@ -21,7 +21,6 @@ import pytest
 
 from gateway.service import Service, serve, wait_for
 from holdfast import ledger
-from holdfast.ledger.types import Entry
 from patience import HANG_S
 
 SDKS = Path(__file__).parents[2] / ".venv-sdks" / "bin" / "python"
@@ -136,6 +135,12 @@ class House:
         """How many incarnations there were."""
         return int(self.service.ask("GET", self.service.jobs(JOB)).json.get("epoch", 0))
 
+    def models(self) -> dict[str, int]:
+        """How many models there are, and where, as the trainer tells it."""
+        way = self.service.way(JOB, "/api/v1/healthz")
+        found: dict[str, int] = self.service.ask("GET", way).json["models"]
+        return found
+
     def log(self) -> str:
         """What the trainers wrote."""
         logs = sorted((self.folder / "logs" / "local" / JOB).glob("*.log"))
@@ -148,12 +153,6 @@ class House:
         assert entry is not None, f"nothing was published in {channel}"
         content: str = json.loads(entry.value)["content"]
         return content
-
-    async def records(self, prefix: str) -> list[Entry]:
-        """What the ledger has below the trainer's keys."""
-        async with ledger.open(f"sqlite:///{self.folder}/ledger.db") as opened:
-            root = f"/runs/default/trainer/local/{JOB}/"
-            return list((await opened.range(root + prefix)).entries)
 
 
 @contextlib.contextmanager

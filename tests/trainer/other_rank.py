@@ -38,15 +38,9 @@ STEP = ops.encode(
 def datum(*tokens: int, weight: float = 1.0) -> ops.Datum:
     """A sequence, to be learnt."""
     ids = np.array(tokens, "<i4")
-    shape = (len(ids) - 1,)
-    targets, weights = ids[1:].astype("<i8"), np.full(shape, weight, "<f4")
-    return ops.Datum(
-        tokens=ids[:-1].tobytes(),
-        inputs={
-            "target_tokens": ops.Tensor(dtype="int64", shape=shape, data=targets.tobytes()),
-            "weights": ops.Tensor(dtype="float32", shape=shape, data=weights.tobytes()),
-        },
-    )
+    inputs = {"target_tokens": ids[1:], "weights": np.full(len(ids) - 1, weight)}
+    tensors = {name: ops.Tensor.of(array) for name, array in inputs.items()}
+    return ops.Datum(tokens=ids[:-1].tobytes(), inputs=tensors)
 
 
 def batch(step: int, count: int = 5) -> bytes:

@@ -77,14 +77,6 @@ def test_like_torch(decay: float, clip: float, eps: float, betas: tuple[float, f
         assert int(state[f"step/{name}"]) == (6 if name == "b" else 10)
 
 
-def test_the_first_step_is_known() -> None:
-    """Bias correction makes the first step as long as the rate, whatever the gradient."""
-    parameters = {"w": torch.tensor([1.0, -2.0])}
-    gradients = {"w": torch.tensor([1e-4, -300.0])}
-    adam.step(parameters, gradients, {}, OptimStep(learning_rate=0.5, weight_decay=0.1))
-    torch.testing.assert_close(parameters["w"], torch.tensor([0.95 - 0.5, -1.9 + 0.5]))
-
-
 def test_clipping_is_exact_and_spares_the_gradients() -> None:
     """Clipped gradients count as scaled to the norm; those within it are not touched at all."""
     big = {"w": torch.tensor([30.0, -40.0])}
@@ -139,17 +131,6 @@ def test_gradients_too_large_to_square_are_no_reason_to_stop() -> None:
     )
     assert metrics["grad_norm:mean"] == pytest.approx(math.sqrt(2) * 1e30)
     assert bool(torch.isfinite(parameters["w"]).all())
-
-
-def test_without_gradients_nothing_happens() -> None:
-    """No decay, no count: a parameter that was not used stays as it is."""
-    parameters, state = made(0), nothing()
-    gradients = dict.fromkeys(parameters)
-    assert adam.step(parameters, gradients, state, OptimStep(weight_decay=0.5)) == {
-        "grad_norm:mean": 0.0
-    }
-    assert bits(parameters) == bits(made(0))
-    assert state == {}
 
 
 def test_lower_precision_is_rounded_once() -> None:

@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import gc
 import json
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import uvicorn
 import zstandard
 
+from holdfast.proc.asgi import serve_asgi
 from holdfast.trainer.app import App
-from holdfast.trainer.service import Bases, Request, Service
+from holdfast.trainer.service import NOT_NEEDED, NUMBERED, WITH_DATA, Bases, Request, Service
 from holdfast.trainer.wire.answers import Offer
 from holdfast.trainer.wire.body import JSON, PROTOBUF, Budget, Limits
 from trainer.living import STEP, begin_model, living
@@ -37,21 +38,13 @@ class NoBases(Bases):
 @contextlib.asynccontextmanager
 async def serving(limits: Limits) -> AsyncIterator[tuple[Service, App, int]]:
     """A trainer behind a real HTTP server."""
-    async with living() as (trainer, _):
-        service = Service(trainer.core, trainer.upkeep, NoBases(), limits=limits)
+    async with living() as there:
+        service = Service(there.core, there.upkeep, NoBases(), limits=limits)
         app = App(service, limits)
-        server = uvicorn.Server(
-            uvicorn.Config(app, port=0, lifespan="off", log_level="warning", access_log=False)
-        )
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        running = asyncio.create_task(server._serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        try:
-            yield service, app, server.servers[0].sockets[0].getsockname()[1]
-        finally:
-            server.should_exit = server.force_exit = True
-            await running
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            async with serve_asgi(app, listening=listening) as (server, _):
+                server.force_exit = True
+                yield service, app, listening.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -81,11 +74,11 @@ async def test_a_refused_body_is_freed_at_once(what: str) -> None:
     """By every endpoint: nothing of it waits for the collector of cycles."""
     plain, kind = BODIES[what]
     raw = zstandard.compress(plain)
-    async with living() as (trainer, _):
-        service = Service(trainer.core, trainer.upkeep, NoBases())
+    async with living() as there:
+        service = Service(there.core, there.upkeep, NoBases())
         headers = {"content-type": kind, "content-encoding": "zstd"}
         with without_collector():
-            for name in service._posts:
+            for name in (*service._posts, *NUMBERED, *WITH_DATA, *NOT_NEEDED):
                 before, _ = tracemalloc.get_traced_memory()
                 await service.answer(Request("POST", f"/api/v1/{name}", headers, raw))
                 kept = tracemalloc.get_traced_memory()[0] - before
@@ -96,11 +89,12 @@ async def test_a_refused_body_is_freed_at_once(what: str) -> None:
 async def test_a_body_that_is_put_off_is_freed_at_once(why: str) -> None:
     """A 503 keeps nothing of the body until it comes again."""
     tags = {"tags": ["a" * LARGE], "model_id": "", "seq_id": 2, "adam_params": {}}
-    async with living(max_waiting=1) as (trainer, _):
-        core = trainer.core
+    async with living(max_waiting=1) as there:
+        core = there.core
+        there.compute.may_end.clear()
         tags["model_id"] = model = await begin_model(core)
         await core.submit(model, 1, STEP)
-        service = Service(core, trainer.upkeep, NoBases())
+        service = Service(core, there.upkeep, NoBases())
         budget = Budget(0 if why == "all bodies" else 1 << 30)
         raw = zstandard.compress(json.dumps(tags).encode())
         headers = {"content-type": JSON, "content-encoding": "zstd"}

@@ -4,175 +4,33 @@ The trainer's core on a ledger in memory; where weights matter, in the real vaul
 """
 
 import asyncio
-import contextlib
+import functools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from holdfast import ledger as ledgers
 from holdfast.errors import Corrupt, Gone, LeaseLost, NotFound, Unavailable
-from holdfast.jobs.policy import Policy
-from holdfast.ledger import Ledger
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.sim.protocols.operations.toy import ToyCompute, ToySegments
 from holdfast.trainer import ops
 from holdfast.trainer.journal import Journal
 from holdfast.trainer.records import Keys
-from holdfast.trainer.seams import Kept, Snapshot, Vault
-from holdfast.trainer.state import Pending
-from holdfast.trainer.trainer import Trainer
+from holdfast.trainer.seams import Vault
 from holdfast.trainer.vault import WeightsVault
-from trainer.living import KEYS, STEP, running
+from trainer.living import KEYS, STEP, living
 
 SAMPLE = ops.Sample(prompt=b"")
+life = functools.partial(living, room_s=0)
+"""A trainer that does not wait for a disk."""
 
 
-class Troubled:
-    """What it is told to fails."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.trouble: dict[str, Exception] = {}
-
-    def _fail(self, call: str) -> None:
-        if call in self.trouble:
-            raise self.trouble[call]
-
-
-class Compute(Troubled, ToyCompute):
-    """Its snapshots have something that can be kept on a disk."""
-
-    async def apply(
-        self, model: str, number: int, op: ops.ForwardBackward | ops.OptimStep
-    ) -> ops.Outcome:
-        self._fail("apply")
-        history = self._models[model]
-        history.append(str(number))
-        return ops.Stepped(metrics={"count": len(history)})
-
-    async def capture(self, model: str) -> Snapshot:
-        self._fail("capture")
-        facts = (await super().capture(model)).facts
-        return Snapshot({"w": torch.zeros(1)}, {"kind": "state", **facts}, {})
-
-    async def export(self, model: str) -> Snapshot:
-        self._fail("export")
-        return await self.capture(model)
-
-    async def sample(self, key: str, *given: object) -> ops.Outcome:
-        self._fail("sample")
-        return ops.Stepped()
-
-
-class BadVault(Troubled):
-    """A vault in memory that fails when it is told to."""
-
-    def __init__(self, kept: dict[tuple[str, int], Snapshot]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    async def newest(self, channel: str) -> int | None:
-        return max((number for name, number in self._kept if name == channel), default=None)
-
-    async def save(self, channel: str, version: int, snapshot: Snapshot, keep: int) -> Kept:
-        self._fail("save")
-        self._kept.setdefault((channel, version), snapshot)
-        return Kept(version, "", 1)
-
-    async def load(self, channel: str, version: int) -> Snapshot:
-        self._fail("load")
-        if self.trouble.get("checkpoint") and channel.endswith(".state"):
-            raise self.trouble["checkpoint"]
-        return self._kept[channel, version]
-
-    async def drop(self, channel: str, version: int) -> None:
-        self._fail("drop")
-        self._kept.pop((channel, version), None)
-
-
-class Living:
-    """One life of a trainer, and a client's way to it."""
-
-    def __init__(self, trainer: Trainer, compute: Compute, running: "asyncio.Task[None]") -> None:
-        self.trainer, self.core, self.compute = trainer, trainer.core, compute
-        self.running = running
-        self.numbers: dict[str, int] = {}
-        self.session = ""
-
-    @property
-    def vault(self) -> Any:
-        return self.core.vault
-
-    async def model(self, load: str = "") -> tuple[str, ops.Outcome]:
-        """A new model, and what came of its creation."""
-        self.session = self.session or await self.core.create_session()
-        wanted = ops.LoadWeights(path=load) if load else None
-        op = ops.CreateModel(session=self.session, base="b", load=wanted)
-        request, name = await self.core.create_model(self.session, len(self.core.lines), op)
-        self.numbers[name] = 0
-        return name, await self.hear(request)
-
-    async def hear(self, request: str) -> ops.Outcome:
-        """Wait for a result, or for the end of the trainer."""
-        hearing = asyncio.create_task(self.core.retrieve(request, 20))
-        await asyncio.wait([hearing, self.running], return_when=asyncio.FIRST_COMPLETED)
-        assert not self.running.done(), f"the trainer ended: {self.running.exception()!r}"
-        outcome = await hearing
-        assert not isinstance(outcome, Pending), outcome
-        return outcome
-
-    async def do(self, line: str, op: ops.Op) -> ops.Outcome:
-        """The next operation of a line."""
-        self.numbers[line] = self.numbers.get(line, 0) + 1
-        return await self.hear(await self.core.submit(line, self.numbers[line], op))
-
-    async def sampler(self, path: str) -> str:
-        """A sampling session."""
-        return await self.core.create_sampler(self.session, len(self.core.lines), "", path)
-
-
-MakeVault = Callable[[LiveRuntime, Journal], Vault]
-
-
-def real_vault(folder: Path) -> MakeVault:
+def real_vault(folder: Path) -> Callable[[LiveRuntime, Journal], Vault]:
     def make(runtime: LiveRuntime, journal: Journal) -> Vault:
         return WeightsVault(folder, runtime.ledger, "r", lambda: journal.guards)
 
     return make
-
-
-@contextlib.asynccontextmanager
-async def life(
-    ledger: Ledger,
-    vault: MakeVault | None = None,
-    *,
-    files: dict[tuple[int, int], bytes] | None = None,
-    weights: dict[tuple[str, int], Snapshot] | None = None,
-    epoch: int = 1,
-    keys: Keys = KEYS,
-    checkpoint_ops: int = 1000,
-) -> AsyncIterator[Living]:
-    """One incarnation. Upkeep comes only when it is called."""
-    runtime = LiveRuntime(ledger, seed=1)
-    compute = Compute(runtime)
-    kept = {} if files is None else files
-    bad = BadVault({} if weights is None else weights)
-    trainer = Trainer(
-        runtime,
-        keys,
-        [],
-        compute=compute,
-        segments=lambda term: ToySegments(kept, term),
-        vault=lambda journal: vault(runtime, journal) if vault else bad,
-        wall=time.time,
-        policy=Policy(upkeep_s=3600, room_s=0, checkpoint_ops=checkpoint_ops),
-    )
-    async with running(trainer, epoch) as work:
-        yield Living(trainer, compute, work)
 
 
 def blamed(outcome: ops.Outcome) -> str:
@@ -191,7 +49,10 @@ async def test_a_sample_of_gone_weights_is_the_callers_error(
     tmp_path: Path, folder: str, warm: bool, way: str
 ) -> None:
     """However they went, and whether they are still in memory; files and records are gone."""
-    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+    async with (
+        ledgers.open("memory:") as ledger,
+        life(ledger, vault=real_vault(tmp_path)) as there,
+    ):
         model, _ = await there.model()
         ttl = 3600 if way == "expired" else None
         first: ops.Op = ops.SaveForSampler(name="x", ttl_s=ttl)
@@ -215,7 +76,7 @@ async def test_a_sample_of_gone_weights_is_the_callers_error(
         for one in (sampler, other):
             outcome = await there.do(one, SAMPLE)
             assert blamed(outcome) == "user", outcome
-        await there.trainer.upkeep.look()
+        await there.upkeep.look()
         channel = f"{model}.{'w' if folder == 'weights' else 's'}.x"
         assert not (tmp_path / channel / f"step_{save.version}").exists()
         versions = (await ledger.range(f"/runs/r/weights/{channel}/live/versions/")).entries
@@ -238,14 +99,14 @@ async def test_a_deletion_is_ended_by_the_successor() -> None:
             where = (model, "weights", "x")
             there.vault.trouble["drop"] = Unavailable("the disk is away")
             await there.core.saves.delete(where)
-            await there.trainer.upkeep.look()
+            await there.upkeep.look()
             assert await ledger.get(KEYS.save(*where)) is not None
             with pytest.raises(NotFound):
                 there.core.saves.find(f"tinker://{model}/weights/x")
         async with life(ledger, epoch=2) as there:
             with pytest.raises(NotFound):
                 there.core.saves.find(f"tinker://{model}/weights/x")
-            await there.trainer.upkeep.look()
+            await there.upkeep.look()
             assert await ledger.get(KEYS.save(*where)) is None
             assert not there.running.done()
 
@@ -254,7 +115,7 @@ async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path
     """Published, and until when they are kept: once it was said, a kill changes nothing of it.
     What is over goes with files and record; the rest stays."""
     async with ledgers.open("memory:") as ledger:
-        async with life(ledger, real_vault(tmp_path)) as there:
+        async with life(ledger, vault=real_vault(tmp_path)) as there:
             model, _ = await there.model()
             for name in ("kept", "over"):
                 await there.do(model, ops.SaveWeights(name=name, ttl_s=3600))
@@ -262,10 +123,10 @@ async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path
             await there.core.saves.change(kept, public=True)
             await there.core.saves.change(kept, expires_at=0.0)
             await there.core.saves.change(over, expires_at=time.time() - 1)
-        async with life(ledger, real_vault(tmp_path), epoch=2) as there:
+        async with life(ledger, vault=real_vault(tmp_path), epoch=2) as there:
             with pytest.raises(NotFound, match="time to live"):
                 there.core.saves.at(over)
-            await there.trainer.upkeep.look()
+            await there.upkeep.look()
             save = there.core.saves.at(kept)
             assert (save.public, save.expires_at) == (True, 0.0)
             assert (tmp_path / f"{model}.w.kept").exists()
@@ -275,12 +136,15 @@ async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path
 
 async def test_published_weights_are_found_by_their_job_only(tmp_path: Path) -> None:
     """A mark in listings opens nothing: neither another account nor another job finds them."""
-    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+    async with (
+        ledgers.open("memory:") as ledger,
+        life(ledger, vault=real_vault(tmp_path)) as there,
+    ):
         model, _ = await there.model()
         await there.do(model, ops.SaveWeights(name="x"))
         await there.core.saves.change((model, "weights", "x"), public=True)
         for keys in (Keys("r", "y", "j"), Keys("r", "x", "k")):
-            async with life(ledger, real_vault(tmp_path), keys=keys) as other:
+            async with life(ledger, vault=real_vault(tmp_path), keys=keys) as other:
                 await other.model()
                 for path in (f"tinker://{model}/weights/x", "x"):
                     with pytest.raises(NotFound):
@@ -291,14 +155,17 @@ async def test_published_weights_are_found_by_their_job_only(tmp_path: Path) -> 
 
 async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> None:
     """The old weights go, the new ones stay, with their record and their files."""
-    async with ledgers.open("memory:") as ledger, life(ledger, real_vault(tmp_path)) as there:
+    async with (
+        ledgers.open("memory:") as ledger,
+        life(ledger, vault=real_vault(tmp_path)) as there,
+    ):
         model, _ = await there.model()
         where = (model, "weights", "x")
         await there.do(model, ops.SaveWeights(name="x"))
         deleting = asyncio.create_task(there.core.saves.delete(where))
         saved = await there.do(model, ops.SaveWeights(name="x", overwrite=True))
         await deleting
-        await there.trainer.upkeep.look()
+        await there.upkeep.look()
         assert isinstance(saved, ops.Saved)
         assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded), (
             "the new weights cannot be loaded"
@@ -321,7 +188,7 @@ LOAD_ERRORS = {
 async def test_weights_that_cannot_be_read_are_an_answer(name: str) -> None:
     """To a sample, to load_weights and to a model that begins with them; nothing is changed."""
     error, category = LOAD_ERRORS[name]
-    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+    async with life() as there:
         model, _ = await there.model()
         saved = await there.do(model, ops.SaveWeights(name="x"))
         assert isinstance(saved, ops.Saved)
@@ -334,7 +201,7 @@ async def test_weights_that_cannot_be_read_are_an_answer(name: str) -> None:
         assert isinstance(await there.do(new, STEP), ops.Failed)
         stepped = await there.do(model, STEP)
         assert isinstance(stepped, ops.Stepped)
-        assert stepped.metrics == {"count": 2}, "the base, and this step: nothing was loaded"
+        assert stepped.metrics["count"] == 2, "the base, and this step: nothing was loaded"
         del there.vault.trouble["load"]
         assert isinstance(await there.do(sampler, SAMPLE), ops.Stepped)
         assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded)
@@ -355,7 +222,7 @@ READS: dict[str, tuple[ops.Op, list[str]]] = {
 async def test_a_bug_in_what_only_reads_is_an_answer(name: str, error: Exception) -> None:
     """Category server; the same operation works when the cause has gone."""
     op, calls = READS[name]
-    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+    async with life() as there:
         line, _ = await there.model()
         saved = await there.do(line, ops.SaveWeights(name="begin"))
         assert isinstance(saved, ops.Saved)
@@ -372,7 +239,7 @@ async def test_a_bug_in_what_only_reads_is_an_answer(name: str, error: Exception
 
 async def test_ranks_that_are_out_of_step_end_together() -> None:
     """Then an answer would be a lie: the process ends, and a successor begins from the journal."""
-    async with ledgers.open("memory:") as ledger, life(ledger) as there:
+    async with life() as there:
         model, _ = await there.model()
         there.compute.in_step = False
         there.compute.trouble["capture"] = RuntimeError("a rank has gone")
@@ -389,9 +256,8 @@ async def test_one_model_is_lost_and_the_others_go_on(what: str) -> None:
     """Every operation of it fails with category server, also when the bytes come back: a model
     that has missed operations must not go on. Its results stay."""
     files: dict[tuple[int, int], bytes] = {}
-    weights: dict[tuple[str, int], Snapshot] = {}
     async with ledgers.open("memory:") as ledger:
-        async with life(ledger, files=files, weights=weights, checkpoint_ops=2) as there:
+        async with life(ledger, files=files, checkpoint_ops=2) as there:
             bad, _ = await there.model()
             for _ in range(2):
                 assert isinstance(await there.do(bad, STEP), ops.Stepped)
@@ -405,7 +271,7 @@ async def test_one_model_is_lost_and_the_others_go_on(what: str) -> None:
         assert taken
         if what == "its journal":
             files.clear()
-        async with life(ledger, files=files, weights=weights, epoch=2) as there:
+        async with life(ledger, files=files, epoch=2) as there:
             there.numbers, there.session = numbers, bad.partition("-")[0]
             if what == "its checkpoint":
                 there.vault.trouble["checkpoint"] = Corrupt("step_2 is damaged")
@@ -416,8 +282,8 @@ async def test_one_model_is_lost_and_the_others_go_on(what: str) -> None:
             assert isinstance(await there.hear(f"{bad}:1"), ops.Stepped)
             good, _ = await there.model()
             assert isinstance(await there.do(good, STEP), ops.Stepped)
-        async with life(ledger, files=files, weights=weights, epoch=3) as there:
+        async with life(ledger, files=files, epoch=3) as there:
             there.numbers = numbers
             stepped = await there.do(bad, STEP)
             assert isinstance(stepped, ops.Stepped)
-            assert stepped.metrics == {"count": 5}, "the base, three operations, this one"
+            assert stepped.metrics["count"] == 5, "the base, three operations, this one"

@@ -106,18 +106,6 @@ Lines.TestCase.settings = settings(max_examples=60, stateful_step_count=30, dead
 TestLines = Lines.TestCase
 
 
-def test_two_sends_are_one_write() -> None:
-    """The second one waits for the first one's; another operation is refused."""
-    known = begun()
-    state = known.lines["s-0"]
-    assert arrive(known, "s-0", 0) is Arrival.NEW
-    state.pending[0] = ("optim_step", "a")
-    assert arrive(known, "s-0", 0) is Arrival.PENDING
-    with pytest.raises(Exists, match="stands for another operation"):
-        arrive(known, "s-0", 0, "b")
-    assert known.result(state, 0) is None
-
-
 def test_what_is_refused() -> None:
     """Numbers far ahead, too much that waits, lines that never were or have ended."""
     known = begun(max_waiting=1)

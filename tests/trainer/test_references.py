@@ -92,13 +92,6 @@ def test_missing_values_do_not_use_the_number_up(session: Session, name: str) ->
     assert "error" not in result(session, found)
 
 
-def test_what_is_no_batch_is_refused(session: Session) -> None:
-    """The message names the field."""
-    answer = session.post(BY_REFERENCE, {"model_id": "x", "seq_id": 1})
-    assert answer.status == 400
-    assert b"data" in answer.raw
-
-
 def test_what_is_given_inline_counts_like_a_reference(session: Session, name: str) -> None:
     """Weights that the caller has computed make the same loss as the same weights in the store."""
     one, other = session.model().name, session.model().name

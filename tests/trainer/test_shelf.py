@@ -35,9 +35,8 @@ def test_which_one_is_put_aside() -> None:
 
 async def digests(**policy: Any) -> tuple[list[float], int]:
     """What became of six models that were trained in turn, and how many were in memory at most."""
-    async with living(**policy) as (trainer, compute):
-        compute.may_end.set()
-        core = trainer.core
+    async with living(**policy) as there:
+        core = there.core
         models = [await begin_model(core) for _ in range(6)]
         found, most = [], 0
         numbers = dict.fromkeys(models, 0)
@@ -61,8 +60,9 @@ async def test_few_in_memory_come_to_the_same_as_all() -> None:
 
 async def test_a_model_is_refused_only_while_all_are_in_work() -> None:
     """The caller hears 503 and when to come again; as soon as one rests there is room."""
-    async with living(max_models=2) as (trainer, compute):
-        core = trainer.core
+    async with living(max_models=2) as there:
+        core, compute = there.core, there.compute
+        compute.may_end.clear()
         models = [await begin_model(core) for _ in range(2)]
         for model in models:
             await core.submit(model, 1, STEP)
@@ -80,9 +80,8 @@ async def test_a_model_is_refused_only_while_all_are_in_work() -> None:
 
 async def test_models_on_disk_have_a_bound_too() -> None:
     """The message says which, and what to do; what was unloaded no longer counts."""
-    async with living(max_models=1, max_kept_models=3) as (trainer, compute):
-        compute.may_end.set()
-        core = trainer.core
+    async with living(max_models=1, max_kept_models=3) as there:
+        core = there.core
         models = [await begin_model(core) for _ in range(3)]
         session = await core.create_session()
         with pytest.raises(Unavailable, match=r"3 models.*unload"):
@@ -96,9 +95,8 @@ async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No model is dropped that was not kept; when there is room again, models take turns."""
-    async with living(max_models=1, room_s=0) as (trainer, compute):
-        compute.may_end.set()
-        core = trainer.core
+    async with living(max_models=1, room_s=0) as there:
+        core = there.core
         first = await begin_model(core)
         await step(core, first, 1)
 
@@ -123,13 +121,12 @@ async def test_without_room_on_disk_what_needs_room_fails_and_nothing_is_lost(
 
 async def test_silent_sessions_make_room_and_lose_nothing() -> None:
     """Their models are put aside though nothing needs the room; the next call brings them back."""
-    async with living(silent_s=60) as (trainer, compute):
-        compute.may_end.set()
-        core = trainer.core
+    async with living(silent_s=60) as there:
+        core = there.core
         quiet, loud = await begin_model(core), await begin_model(core)
         before = await step(core, quiet, 1)
         core.known.seen[quiet.rpartition("-")[0]] -= 61
-        await trainer.upkeep.look()
+        await there.upkeep.look()
         async with asyncio.timeout(10):
             while len(core.known.in_memory()) != 1:
                 await asyncio.sleep(0)
@@ -185,37 +182,28 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]]
 
 KILLS = (
     "trainer.aside.kept:kill@2!",
-    "trainer.aside.dropped:kill@3!",
     "trainer.restored:kill@4!",
+    "trainer.aside.dropped:kill@3!",
     "trainer.checkpoint.captured:kill@3!",
 )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("more", "kills"), [("", KILLS), (" --ranks 2", KILLS[:2])])
 def test_killed_while_models_are_swapped(
-    tmp_path: Path, calm: tuple[list[dict[str, Any]], list[str]]
+    tmp_path: Path, calm: tuple[list[dict[str, Any]], list[str]], more: str, kills: tuple[str, ...]
 ) -> None:
-    """SIGKILL while a model is put aside or comes back: the same bits as the calm twin."""
+    """SIGKILL while a model is put aside or comes back, in one order on all ranks: the same bits
+    as the calm twin."""
     log = tmp_path / "faults"
-    with house(tmp_path, *trainer(";".join(KILLS), log), policy={"max_models": 1}) as there:
+    flag, command = trainer(";".join(kills), log)
+    with house(tmp_path, flag, command + more, policy={"max_models": 1}) as there:
         assert story(there) == calm
-        health = there.service.ask("GET", there.service.way(JOB, "/api/v1/healthz")).json
-    assert health["models"] == {"in_memory": 1, "put_aside": 2}
-    assert sorted(f"{one.point}:{one.action}@{one.hit}!" for one in fired(log)) == sorted(KILLS)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_ranks_swap_the_same_models(
-    tmp_path: Path, calm: tuple[list[dict[str, Any]], list[str]]
-) -> None:
-    """Two ranks put aside and bring back in one order; killed in between, it is the same."""
-    log = tmp_path / "faults"
-    name, command = trainer("trainer.aside.kept:kill@2!;trainer.restored:kill@4!", log)
-    with house(tmp_path, name, f"{command} --ranks 2", policy={"max_models": 1}) as there:
-        assert story(there) == calm
-    assert fired(log)
+        assert there.models() == {"in_memory": 1, "put_aside": 2}
+    died = {f"{one.point}:{one.action}@{one.hit}!" for one in fired(log)}
+    assert died
+    assert more or died == set(kills), "of several ranks each counts its own hits"
 
 
 TWINS = """
@@ -246,8 +234,7 @@ def test_a_model_that_was_put_aside_is_its_calm_twin(tmp_path: Path) -> None:
         home = there.folder / "trainers" / "local" / JOB / "weights"
         wait_for(lambda: not list(home.glob("*.state/step_*")), "checkpoints are removed")
         assert len(list(home.glob("*.w.end/step_*"))) == 2, "saves stay"
-        health = there.service.ask("GET", there.service.way(JOB, "/api/v1/healthz")).json
-        assert health["models"] == {"in_memory": 0, "put_aside": 0}
+        assert there.models() == {"in_memory": 0, "put_aside": 0}
 
 
 MANY = """
@@ -281,11 +268,8 @@ def test_memory_is_bounded_by_the_models_in_it(tmp_path: Path) -> None:
             print(f"RSS with 1, 20 and 200 models: {one:.0f}, {few:.0f}, {many:.0f} MiB")
             assert few > one + 16 * 10, "models are large enough to be seen"
             assert many < few + 100
-        way = there.service.way(JOB, "/api/v1/healthz")
         wait_for(
-            lambda: (
-                there.service.ask("GET", way).json["models"] == {"in_memory": 0, "put_aside": 200}
-            ),
+            lambda: there.models() == {"in_memory": 0, "put_aside": 200},
             "the models of the client that ended are put aside",
         )
         assert rss() < one + 100

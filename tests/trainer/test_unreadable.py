@@ -9,9 +9,8 @@ from trainer.living import KEYS, STEP, begin_model, living, step
 async def test_a_bad_record_costs_its_own_line() -> None:
     """A successor reads all there is; the other models, and what else was asked, go on."""
     async with ledgers.open("memory:") as ledger:
-        async with living(ledger) as (trainer, compute):
-            compute.may_end.set()
-            core = trainer.core
+        async with living(ledger) as there:
+            core = there.core
             models = [await begin_model(core) for _ in range(4)]
             for model in models:
                 await step(core, model, 1)
@@ -32,9 +31,8 @@ async def test_a_bad_record_costs_its_own_line() -> None:
                 Put(KEYS.now, b"?"),
             ],
         )
-        async with living(ledger, term=2) as (trainer, compute):
-            compute.may_end.set()
-            core = trainer.core
+        async with living(ledger, epoch=2) as there:
+            core = there.core
             for lost in (record, op):
                 outcome = await core.retrieve(await core.submit(lost, 3, STEP), 10)
                 assert isinstance(outcome, ops.Failed)

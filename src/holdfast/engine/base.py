@@ -77,40 +77,21 @@ class Base:
         tied = {key for key, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {key: value for key, value in model.state_dict().items() if key not in tied}
         self._check_names({*parameters, *buffers})
-        return self._add(
-            Tenant(
-                self,
-                name,
-                model,
-                parameters=parameters,
-                buffers=buffers,
-                files={**self._carried, "config.json": self._config_file()},
-                weights_file="model.safetensors",
-            )
-        )
+        files = {**self._carried, "config.json": self._config_file()}
+        mine = Tenant(self, name, model, parameters, files, "model.safetensors", buffers)
+        return self._add(mine)
 
     def lora(self, lora: Lora, name: str) -> Tenant:
         """A tenant with a new adapter on the base's own weights."""
         self._free(name)
         model = self._view()
         parameters, config = attach(model, lora, self.name)
-        return self._add(
-            Tenant(
-                self,
-                name,
-                model,
-                parameters=parameters,
-                buffers={},
-                files={"adapter_config.json": config},
-                weights_file="adapter_model.safetensors",
-            )
-        )
+        files = {"adapter_config.json": config}
+        return self._add(Tenant(self, name, model, parameters, files, "adapter_model.safetensors"))
 
     def frozen(self) -> Tenant:
         """The base as it is, for sampling and scoring. Nothing to train, nothing to publish."""
-        return Tenant(
-            self, self.name, self._view(), parameters={}, buffers={}, files={}, weights_file=""
-        )
+        return Tenant(self, self.name, self._view(), {}, {}, "")
 
     def drop(self, tenant: Tenant) -> None:
         """Let a tenant go, with its weights and its name. Dropping it again does nothing."""
@@ -151,14 +132,7 @@ class Base:
 
     def _check_names(self, names: set[str]) -> None:
         """What is published must have the names of the files, or others could not load it."""
-        from safetensors import safe_open
-
-        stored: set[str] = set()
-        with loading.one_error(self.folder):
-            for path in self.folder.glob("*.safetensors"):
-                with safe_open(path, "pt") as file:
-                    stored.update(file.keys())
-        strange = sorted(names - stored)
+        strange = sorted(names - loading.stored(self.folder).keys())
         if strange:
             raise Mistake(
                 f"{self.architecture} is stored under other names than it computes with "

@@ -114,18 +114,7 @@ def generate(
     stop = Stop(base, strings=settings.stop_strings, tokens=settings.stop_tokens)
     with torch.no_grad():
         continuations = _continue(tenant, prompt, settings, stop, most, num_samples, seed)
-        about = about_prompt(
-            tenant,
-            prompt,
-            logprobs=settings.prompt_logprobs,
-            last_n=settings.prompt_logprobs_last_n,
-            k=settings.topk_prompt_logprobs,
-            targets=settings.targets,
-            alternatives=settings.alternatives,
-            temperature=settings.temperature,
-            seed=seed,
-        )
-    return Generation(continuations, about)
+        return Generation(continuations, about_prompt(tenant, prompt, settings, seed))
 
 
 class _Row:

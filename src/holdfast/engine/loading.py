@@ -15,7 +15,7 @@ from holdfast.engine.directory import TOKENIZERS, read_config
 from holdfast.engine.quiet import quiet, transformers
 from holdfast.errors import Corrupt, HoldfastError, Mistake
 
-__all__ = ["DTYPES", "carried", "load_model", "load_tokenizer", "one_error"]
+__all__ = ["DTYPES", "carried", "load_model", "load_tokenizer", "one_error", "stored"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,6 +76,18 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers().AutoTokenizer.from_pretrained(
             str(folder.absolute()), trust_remote_code=False, local_files_only=True
         )
+
+
+def stored(folder: Path) -> dict[str, Path]:
+    """Which tensors are in the files of a directory, and in which."""
+    from safetensors import safe_open
+
+    where: dict[str, Path] = {}
+    with one_error(folder):
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                where.update(dict.fromkeys(file.keys(), path))
+    return where
 
 
 def carried(folder: Path) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ never scored: nothing comes before it.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,6 +15,9 @@ import torch
 from holdfast.engine.base import Tenant
 from holdfast.engine.sampling import Shape, Stream, draw, top_logprobs
 from holdfast.engine.scoring import token_logprobs
+
+if TYPE_CHECKING:
+    from holdfast.engine.generate import Settings
 
 __all__ = ["ABSENT", "About", "TopK", "about_prompt", "blank"]
 
@@ -45,20 +49,10 @@ class About(msgspec.Struct, frozen=True):
     alternatives: TopK | None = None
 
 
-def about_prompt(
-    tenant: Tenant,
-    prompt: Sequence[int],
-    *,
-    logprobs: bool,
-    last_n: int | None,
-    k: int,
-    targets: npt.NDArray[np.int64] | None,
-    alternatives: int,
-    temperature: float,
-    seed: int,
-) -> About:
+def about_prompt(tenant: Tenant, prompt: Sequence[int], asked: "Settings", seed: int) -> About:
     """Answer what is asked about a prompt; see `Settings`."""
-    if not (logprobs or k or targets is not None or alternatives):
+    k, targets, count = asked.topk_prompt_logprobs, asked.targets, asked.alternatives
+    if not (asked.prompt_logprobs or k or targets is not None or count):
         return About()
     tokens = torch.tensor([list(prompt)])
     # Row i of the logits is about place i + 1.
@@ -66,13 +60,13 @@ def about_prompt(
     if len(prompt) > 1:
         logits = tenant.logits(tokens, torch.ones_like(tokens))[0, :-1].float().cpu()
     scored = topk = None
-    if logprobs or k:
-        scored, topk = _scored(logits, tokens[0], last_n, k)
+    if asked.prompt_logprobs or k:
+        scored, topk = _scored(logits, tokens[0], asked.prompt_logprobs_last_n, k)
     return About(
         scored,
         topk if k else None,
         None if targets is None else _told(logits, targets),
-        _drawn(logits, alternatives, temperature, seed) if alternatives else None,
+        _drawn(logits, count, asked.temperature, seed) if count else None,
     )
 
 

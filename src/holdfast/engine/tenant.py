@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import Gone, Mistake
+from holdfast.text import several
 
 if TYPE_CHECKING:
     from holdfast.engine.base import Base
@@ -34,11 +35,10 @@ class Tenant:
         base: "Base",
         name: str,
         model: Any,
-        *,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, torch.Tensor],
         files: Mapping[str, bytes],
         weights_file: str,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.base = base
         self.name = name
@@ -46,7 +46,7 @@ class Tenant:
         """What the file with `state` must be called, beside `carried_files`."""
         self._model = model
         self._parameters = dict(sorted(parameters.items()))
-        self._buffers = dict(buffers)
+        self._buffers = dict(buffers or {})
         self._files = dict(files)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -157,8 +157,4 @@ class Tenant:
 
 
 def _told(what: str, names: set[str]) -> list[str]:
-    if not names:
-        return []
-    first = ", ".join(sorted(names)[:_NAMED])
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{what}: {first}{rest}"]
+    return [f"{what}: {several(sorted(names), _NAMED)}"] if names else []

@@ -58,6 +58,8 @@ def make_tiny(
     positions: Literal["rotary", "learned"] = "rotary",
 ) -> Path:
     """Make the model in `folder`, unless just this one is there already; return the folder."""
+    from safetensors.numpy import save
+
     _check(hidden, layers, heads, context)
     if positions == "learned":
         config = _gpt2_config(hidden, layers, heads, context)
@@ -68,7 +70,7 @@ def make_tiny(
     files = {
         "config.json": _json(config),
         "generation_config.json": _json(_TOKEN_IDS),
-        "model.safetensors": weights,
+        "model.safetensors": save(weights, metadata={"format": "pt"}),
         "tokenizer.json": _json(_tokenizer()),
         "tokenizer_config.json": _json(_tokenizer_config(context)),
     }
@@ -127,9 +129,7 @@ def _config(hidden: int, layers: int, heads: int, context: int) -> dict[str, Any
     }
 
 
-def _weights(seed: int, hidden: int, layers: int) -> bytes:
-    from safetensors.numpy import save
-
+def _weights(seed: int, hidden: int, layers: int) -> dict[str, _Array]:
     vocabulary, middle = len(SPECIALS) + len(CHARACTERS), _intermediate(hidden)
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
@@ -145,8 +145,7 @@ def _weights(seed: int, hidden: int, layers: int) -> bytes:
     norms += [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in range(layers)]
     for name in [*norms, "model.norm.weight"]:
         tensors[name] = np.ones(hidden, np.float32)
-    data: bytes = save(tensors, metadata={"format": "pt"})
-    return data
+    return tensors
 
 
 def _drawn(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, _Array]:
@@ -178,9 +177,7 @@ def _gpt2_config(hidden: int, layers: int, heads: int, context: int) -> dict[str
     }
 
 
-def _gpt2_weights(seed: int, hidden: int, layers: int, context: int) -> bytes:
-    from safetensors.numpy import save
-
+def _gpt2_weights(seed: int, hidden: int, layers: int, context: int) -> dict[str, _Array]:
     vocabulary = len(SPECIALS) + len(CHARACTERS)
     shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": (vocabulary, hidden),
@@ -204,8 +201,7 @@ def _gpt2_weights(seed: int, hidden: int, layers: int, context: int) -> bytes:
     tensors = _drawn(shapes, seed)
     tensors |= {name: np.ones(hidden, np.float32) for name in ones}
     tensors |= {name: np.zeros(size, np.float32) for name, size in zeros.items()}
-    data: bytes = save(tensors, metadata={"format": "pt"})
-    return data
+    return tensors
 
 
 def _tokenizer() -> dict[str, Any]:

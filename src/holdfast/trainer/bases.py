@@ -1,12 +1,16 @@
 """What can be told of a base model without loading it: clients need not wait for torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.engine.directory import CONTEXT_LENGTHS, read_config
 from holdfast.errors import Mistake, NotFound
 
 __all__ = ["Facts", "find", "read_facts"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ def read_facts(name: str, folder: Path) -> Facts:
     return Facts(name, folder, config["architectures"][0], text["vocab_size"], length)
 
 
-def find(bases: dict[str, Facts], name: str) -> Facts:
+def find(bases: Mapping[str, T], name: str) -> T:
     """A base by its name. Names from outside are looked up, never made into paths."""
     if name not in bases:
         known = ", ".join(sorted(bases))

@@ -36,7 +36,9 @@ from holdfast.trainer.records import (
 
 __all__ = ["Book", "read_book"]
 
+K = TypeVar("K")
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,12 +75,8 @@ def _take(book: Book, keys: Keys, entry: types.Entry) -> None:
     name = key.rpartition("/")[2]
     if key.startswith(keys.ops):
         line, number = number_of(key)
-        op = readable(Entry, entry)
-        book.entries.setdefault(line, {})[number] = (
-            Entry(kind=SKIP, identity="", term=0, at=0.0, content=Content())
-            if isinstance(op, Unreadable)
-            else op
-        )
+        nothing = Entry(kind=SKIP, identity="", term=0, at=0.0, content=Content())
+        book.entries.setdefault(line, {})[number] = _or(nothing, readable(Entry, entry))
     elif key.startswith(keys.results):
         line, number = number_of(key)
         result = readable(Result, entry)
@@ -92,21 +90,19 @@ def _take(book: Book, keys: Keys, entry: types.Entry) -> None:
             model = Model(session=name.rpartition("-")[0], base="")
         book.models[name] = model
     elif key.startswith(keys.sessions):
-        session = readable(Session, entry)
-        if isinstance(session, Unreadable):
-            session = Session(created_at=0.0, seen_at=0.0)
-        book.sessions[name] = session
+        unheard = Session(created_at=0.0, seen_at=0.0)
+        book.sessions[name] = _or(unheard, readable(Session, entry))
     elif key.startswith(keys.samplers):
         _keep(book.samplers, name, readable(Sampler, entry))
     elif key.startswith(keys.saves):
         of_model, folder, name = key.removeprefix(keys.saves).split("/")
         _keep(book.saves, (of_model, folder, name), readable(Save, entry))
     elif key == keys.now:
-        now = readable(Now, entry)
-        book.now = None if isinstance(now, Unreadable) else now
+        book.now = _or(None, readable(Now, entry))
 
 
-K = TypeVar("K")
+def _or(other: T, record: R | Unreadable) -> T | R:
+    return other if isinstance(record, Unreadable) else record
 
 
 def _keep(there: dict[K, R], key: K, record: R | Unreadable) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from holdfast.errors import Mistake
 from holdfast.trainer import bases, loss_inputs, ops
@@ -118,15 +118,15 @@ class TorchCompute:
         op: ops.ForwardBackward | ops.OptimStep,
     ) -> Outcome:
         """See `Compute.apply`."""
-        return _outcome(await self._do("apply", model=model, op=ops.encode(op)))
+        return cast("Outcome", await self._do("apply", model=model, op=ops.encode(op)))
 
     async def capture(self, model: str) -> Snapshot:
         """See `Compute.capture`."""
-        return _taken(await self._do("capture", model=model))
+        return cast("Snapshot", await self._do("capture", model=model))
 
     async def export(self, model: str) -> Snapshot:
         """See `Compute.export`."""
-        return _taken(await self._do("export", model=model))
+        return cast("Snapshot", await self._do("export", model=model))
 
     async def drop(self, model: str) -> None:
         """See `Compute.drop`."""
@@ -147,7 +147,9 @@ class TorchCompute:
     async def sample(self, key: str, line: str, number: int, op: ops.Sample) -> Outcome:
         """See `Compute.sample`."""
         encoded = ops.encode(op)
-        return _outcome(await self._do("sample", key=key, line=line, number=number, op=encoded))
+        return cast(
+            "Outcome", await self._do("sample", key=key, line=line, number=number, op=encoded)
+        )
 
     async def close(self) -> None:
         """Let the other ranks end.
@@ -158,14 +160,3 @@ class TorchCompute:
         if self._made is not None and self._made[1].size > 1 and self.in_step:
             await self._do("end")
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _outcome(answer: "Answer") -> Outcome:
-    assert answer is not None
-    assert not isinstance(answer, Snapshot)
-    return answer
-
-
-def _taken(answer: "Answer") -> Snapshot:
-    assert isinstance(answer, Snapshot)
-    return answer

@@ -291,12 +291,6 @@ class Core:
                 return self.known.why_not(state, number)
             return ops.decode_outcome(read_content(result.content, self.segments))
 
-    def completions(
-        self, name: str, block: int, cursor: int
-    ) -> tuple[list[tuple[str, int | None]], int]:
-        """Which results of a sampling session came after `cursor`, with their sizes."""
-        return self.known.completions(self.find(name), block, cursor)
-
     def wake_all(self) -> None:
         """Nothing more will come: let everybody who waits look."""
         for event in list(self._heard.values()):

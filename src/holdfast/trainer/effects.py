@@ -169,8 +169,7 @@ class Effects:
         await self._core.compute.drop(state.name)
 
     async def _restore(self, state: State, version: int) -> None:
-        core, model = self._core, state.model
-        assert model is not None
+        core, model = self._core, state.record
         # What was passed over since then had no effect on it.
         channel = checkpoints_of(state.name)
         kept = await self.patient(lambda: core.vault.load(channel, version))
@@ -188,8 +187,7 @@ class Effects:
             raise Mistake(f"{what} are no longer kept: {error}") from error
 
     async def _create(self, state: State, number: int, op: ops.CreateModel) -> Effect:
-        core, model = self._core, state.model
-        assert model is not None
+        core, model = self._core, state.record
         await self._make_room(state)
         await core.compute.create(state.name, model.base, model.lora)
         state.loaded = True
@@ -224,10 +222,9 @@ class Effects:
         core = self._core
         if not op.adapter:
             return core.saves.find(op.path, state.name)
-        assert state.model is not None
         found = core.saves.find(adapter(op.path, core.owner), state.name, FOLDERS)
-        if state.model.lora is None or found[1].lora is None:
-            whole = state.name if state.model.lora is None else op.path
+        if state.record.lora is None or found[1].lora is None:
+            whole = state.name if state.record.lora is None else op.path
             raise Mistake(f"{whole} has all the weights of a model, and no adapter")
         return found
 
@@ -255,14 +252,13 @@ class Effects:
         snapshot = await (core.compute.capture if whole else core.compute.export)(state.name)
         kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, 1))
         await faults.apoint(SAVED if whole else EXPORTED)
-        assert state.model is not None
         now = core.wall()
         save = Save(
             name=name,
             number=number,
             version=kept.version,
-            base=state.model.base,
-            lora=state.model.lora,
+            base=state.record.base,
+            lora=state.record.lora,
             optimizer=whole,
             bytes=kept.bytes,
             created_at=now,
@@ -274,8 +270,7 @@ class Effects:
 
     async def _publish(self, state: State, number: int) -> Effect:
         """Keep the weights for one new sampling session."""
-        core, model = self._core, state.model
-        assert model is not None
+        core, model = self._core, state.record
         snapshot = await core.compute.export(state.name)
         channel, keep = unnamed_of(state.name), core.policy.sampler_keep
         kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, keep))

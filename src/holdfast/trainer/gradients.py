@@ -139,7 +139,7 @@ def tell(
     owner: int,
 ) -> tuple[list[Outputs], list[dict[str, float]]]:
     """The outputs and the metrics of a shard as its owner has them, on every rank."""
-    shapes = [(len(FIELDS), *_target_shape(datum)) for datum in shard]
+    shapes = [(len(FIELDS), *datum.inputs["target_tokens"].shape) for datum in shard]
     sizes = [int(np.prod(shape)) for shape in shapes]
     if known is not None:
         flat = torch.cat([one[name].reshape(-1) for one in known[0] for name in FIELDS])
@@ -165,7 +165,7 @@ def _score(tenant: Tenant, batch: Sequence[ops.Datum]) -> list[Tensor]:
         tokens[at, : len(row)] = torch.from_numpy(row.astype(np.int64))
         mask[at, : len(row)] = 1
     logits = tenant.logits(tokens, mask)
-    wanted = [_targets(datum) for datum in batch]
+    wanted = [torch.from_numpy(one.inputs["target_tokens"].array().copy()) for one in batch]
     if all(one.ndim == 1 for one in wanted):  # at once: cutting logits up costs a copy each
         targets = torch.zeros_like(tokens)
         for at, one in enumerate(wanted):
@@ -202,15 +202,6 @@ def _flat(found: Sequence[Tensor | None], parameters: Mapping[str, Tensor]) -> T
             for grad, one in zip(found, parameters.values(), strict=True)
         ]
     )
-
-
-def _targets(datum: ops.Datum) -> Tensor:
-    given = datum.inputs["target_tokens"]
-    return torch.from_numpy(np.frombuffer(given.data, "<i8").reshape(given.shape).copy())
-
-
-def _target_shape(datum: ops.Datum) -> tuple[int, ...]:
-    return tuple(datum.inputs["target_tokens"].shape)
 
 
 def _table(metrics: Sequence[Mapping[str, float]]) -> Tensor:

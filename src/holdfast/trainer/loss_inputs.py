@@ -23,7 +23,6 @@ __all__ = ["CLIP_HIGH", "CLIP_LOW", "SPECS", "Spec", "unsupported", "validate"]
 
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
 Array = npt.NDArray[Any]
 
@@ -162,10 +161,11 @@ def _check_numbers(name: str, given: Tensor, shape: tuple[int, ...]) -> Array:
 
 
 def _array(name: str, given: Tensor) -> Array:
-    dtype = _DTYPES[given.dtype]
-    if len(given.data) != math.prod(given.shape) * dtype.itemsize:
-        raise Mistake(f"`{name}` has {len(given.data)} bytes for shape {list(given.shape)}")
-    return np.frombuffer(given.data, dtype=dtype)
+    try:
+        return given.array()
+    except ValueError:
+        said = f"`{name}` has {len(given.data)} bytes for shape {list(given.shape)}"
+        raise Mistake(said) from None
 
 
 def _check_clips(arrays: dict[str, Array], op: ForwardBackward) -> None:

@@ -28,7 +28,6 @@ overflows at a token that does not count (a prompt's) cannot make the sum NaN.
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,33 +59,20 @@ def token_losses(
 
 def inputs_of(datum: Datum) -> dict[str, Tensor]:
     """The inputs of a datum as tensors of their own; numbers are float32, integers int64."""
-    tensors = {}
-    for name, given in datum.inputs.items():
-        array = np.frombuffer(given.data, dtype="<f4" if given.dtype == "float32" else "<i8")
-        tensors[name] = torch.from_numpy(array.reshape(given.shape).copy())
-    return tensors
+    inputs = datum.inputs.items()
+    return {name: torch.from_numpy(given.array().copy()) for name, given in inputs}
 
 
 def merge_metrics(parts: Iterable[Mapping[str, float]]) -> Metrics:
-    """The metrics of several datums as those of all: by the reduction that names end with."""
+    """The metrics of several datums as those of all. Losses have sums only.
+
+    These do not depend on the order, so that ranks may finish in any.
+    """
     lists: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             lists.setdefault(name, []).append(value)
-    return {name: _REDUCE[name.rpartition(":")[2]](values) for name, values in lists.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-# Sums do not depend on the order, so that ranks may finish in any.
-_REDUCE: dict[str, Callable[[list[float]], float]] = {
-    "sum": math.fsum,
-    "mean": _mean,
-    "min": min,
-    "max": max,
-}
+    return {name: math.fsum(values) for name, values in lists.items()}
 
 
 # ---- the losses -------------------------------------------------------------------

@@ -24,17 +24,20 @@ from torch import Tensor
 from holdfast.engine.base import Base, Tenant, load_base
 from holdfast.engine.base import Lora as EngineLora
 from holdfast.engine.generate import Generation, Settings, generate
-from holdfast.errors import Mistake, NotFound
+from holdfast.errors import Mistake
 from holdfast.trainer import adam, losses, ops
+from holdfast.trainer.bases import find
 from holdfast.trainer.captured import ADAM, GRADS, WEIGHTS, named, part, weights_of
 from holdfast.trainer.generated import sampled_of, targets_of
 from holdfast.trainer.gradients import Gradients, Outputs
-from holdfast.trainer.ranks import Alone, Ranks
+from holdfast.trainer.ranks import Ranks
 from holdfast.trainer.seams import Snapshot
 
 __all__ = ["Machine", "Trained"]
 
 SAMPLERS = 8
+_SETTINGS = tuple(one for one in Settings.__struct_fields__ if hasattr(ops.Sample, one))
+"""What operations and the engine call by the same name."""
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Machine:
         self._folders = dict(bases)
         self._bases: dict[str, Base] = {}
         self._run = run
-        self._gradients = Gradients(ranks or Alone(), exact=exact)
+        self._gradients = Gradients(ranks or Ranks(), exact=exact)
         self._device = device
         self._models: dict[str, Trained] = {}
         self._samplers: OrderedDict[str, Tenant] = OrderedDict()
@@ -80,10 +83,7 @@ class Machine:
 
     def folder(self, name: str) -> Path:
         """Where a base lies."""
-        if name not in self._folders:
-            known = ", ".join(self.names)
-            raise NotFound(f"there is no base model {name[:100]!r} here; there are: {known}")
-        return self._folders[name]
+        return find(self._folders, name)
 
     def base(self, name: str) -> Base:
         """A base, loaded when it is first needed."""
@@ -181,7 +181,9 @@ class Machine:
             if not self._is_finite(gradient):
                 raise Mistake("the gradients are not finite: nothing was changed")
             self._add(trained, gradient)
-        outputs = [{name: _tensor(values) for name, values in one.items()} for one in found]
+        outputs = [
+            {name: ops.Tensor.of(values.numpy()) for name, values in one.items()} for one in found
+        ]
         return ops.Output(outputs=outputs, metrics=told)
 
     def _gather(
@@ -252,16 +254,7 @@ class Machine:
         """Continue a prompt. The seed is the caller's, or stands for (run, line, number)."""
         self._samplers.move_to_end(key)
         settings = Settings(
-            max_tokens=op.max_tokens,
-            temperature=op.temperature,
-            top_k=op.top_k,
-            top_p=op.top_p,
-            stop_strings=op.stop_strings,
-            stop_tokens=op.stop_tokens,
-            prompt_logprobs=op.prompt_logprobs,
-            prompt_logprobs_last_n=op.prompt_logprobs_last_n,
-            topk_prompt_logprobs=op.topk_prompt_logprobs,
-            topk_sample_logprobs=op.topk_sample_logprobs,
+            **{name: getattr(op, name) for name in _SETTINGS},
             targets=None if op.target_prompt is None else targets_of(op.target_prompt),
             alternatives=op.prompt_alternatives,
         )
@@ -290,8 +283,3 @@ def _seed(run: str, line: str, number: int) -> int:
 
 def _lora(given: ops.Lora) -> EngineLora:
     return EngineLora(**msgspec.structs.asdict(given))
-
-
-def _tensor(values: Tensor) -> ops.Tensor:
-    array = values.numpy().astype("<f4")
-    return ops.Tensor(dtype="float32", shape=tuple(array.shape), data=array.tobytes())

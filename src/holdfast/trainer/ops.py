@@ -10,15 +10,16 @@ an answer of whichever kind the asker reads. Neither knows of HTTP, of a ledger 
   sends of one operation is left out of it.
 """
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from holdfast.errors import Corrupt
 
 __all__ = [
-    "CATEGORIES",
     "Cells",
     "CreateModel",
     "Created",
@@ -55,8 +56,9 @@ __all__ = [
 ]
 
 Category = Literal["unknown", "server", "user"]
-CATEGORIES = ("unknown", "server", "user")
 DType = Literal["float32", "int64"]
+T = TypeVar("T")
+_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +71,17 @@ class Tensor(_Struct, frozen=True):
     dtype: DType
     shape: tuple[int, ...]
     data: bytes
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> "Tensor":
+        """An array of integers or numbers, of whatever width."""
+        kind: DType = "int64" if array.dtype.kind == "i" else "float32"
+        data = array.astype(_NUMPY[kind], copy=False).tobytes()
+        return cls(dtype=kind, shape=tuple(array.shape), data=data)
+
+    def array(self) -> npt.NDArray[Any]:
+        """What it holds, in its shape. The memory is that of `data`: read it, or copy it."""
+        return np.frombuffer(self.data, _NUMPY[self.dtype]).reshape(self.shape)
 
 
 class Cells(_Struct, frozen=True):
@@ -337,18 +350,19 @@ def encode(value: Op | Outcome) -> bytes:
 
 def decode_op(data: bytes) -> Op:
     """The operation that `encode` wrote."""
-    try:
-        return _OPS.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Corrupt(f"an operation in the journal cannot be read: {error}") from error
+    return _decode(_OPS, data, "an operation")
 
 
 def decode_outcome(data: bytes) -> Outcome:
     """The outcome that `encode` wrote."""
+    return _decode(_OUTCOMES, data, "a result")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
     try:
-        return _OUTCOMES.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Corrupt(f"a result in the journal cannot be read: {error}") from error
+        raise Corrupt(f"{what} in the journal cannot be read: {error}") from error
 
 
 def kind(op: Op) -> str:

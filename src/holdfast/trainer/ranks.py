@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,64 +20,42 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from holdfast.errors import Mistake
 from holdfast.rendezvous.address import is_loopback, listen
 
-__all__ = ["Alone", "Ranks", "TorchRanks", "agreed", "from_env"]
+__all__ = ["Ranks", "TorchRanks", "agreed", "from_env"]
 
 T = TypeVar("T")
 _WORDS = 1024
 """Bytes of a mistake that ranks tell each other."""
 
 
-class Ranks(Protocol):
-    """One rank's view of all."""
-
-    rank: int
-    size: int
-
-    def share(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank."""
-
-    def spread(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
-        """The owner's vector, on every rank; the others give one of the same shape to fill."""
-
-    def total(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in whatever order is fast."""
-
-    def collect(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's vector, by rank, on every rank; all of one shape."""
-
-    def close(self) -> None:
-        """Speak no more."""
-
-
-class Alone:
-    """One rank."""
+class Ranks:
+    """One rank's view of all. This one is alone: there is nobody else to speak to."""
 
     rank = 0
     size = 1
 
     def share(self, data: bytes | None) -> bytes:
-        """There is nobody else."""
+        """Rank 0's bytes, on every rank."""
         assert data is not None
         return data
 
     def spread(self, vector: torch.Tensor, owner: int) -> torch.Tensor:
-        """There is nobody else."""
+        """The owner's vector, on every rank; the others give one of the same shape to fill."""
         assert owner == 0
         return vector
 
     def total(self, vector: torch.Tensor) -> torch.Tensor:
-        """There is nobody else."""
+        """The sum over all ranks, in whatever order is fast."""
         return vector
 
     def collect(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """There is nobody else."""
+        """Every rank's vector, by rank, on every rank; all of one shape."""
         return [vector]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Speak no more."""
 
 
-class TorchRanks:
+class TorchRanks(Ranks):
     """The ranks of a torch process group."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -147,7 +125,7 @@ def from_env(idle_s: float = 7 * 86_400.0, *, backend: str = "gloo") -> Ranks:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return Alone()
+        return Ranks()
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=idle_s)
     store = _store(rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

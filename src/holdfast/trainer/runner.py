@@ -13,7 +13,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import msgspec
 import xxhash
@@ -38,9 +37,6 @@ __all__ = ["Runner"]
 BEFORE = faults.declare("trainer.compute.before", "about to carry an operation out")
 AFTER = faults.declare("trainer.compute.after", "carried out, no result recorded")
 SETTLED = faults.declare("trainer.result.after", "the result is recorded, nobody has heard it")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Applied(events.Event, frozen=True, tag="trainer.applied"):
@@ -211,7 +207,11 @@ class Runner:
     async def _settle(self, state: State, number: int, entry: Entry, effect: Effect) -> None:
         """Post the result, and whatever belongs to it, as one."""
         core = self._core
-        result = await self._effects.patient(lambda: _now(core.result_of, entry, effect.outcome))
+
+        async def kept() -> Result:
+            return core.result_of(entry, effect.outcome)
+
+        result = await self._effects.patient(kept)
         writes: list[Write] = [put(core.keys.result(state.name, number), result), *effect.writes]
         if effect.model is not None:
             state.model = effect.model
@@ -283,7 +283,3 @@ def _loaded(model: str, op: Op) -> Outcome:
             return ops.Created(model=model, path=op.load.path if op.load else "")
         case _:
             raise Corrupt(f"a checkpoint covers {ops.kind(op)}, which has no result")
-
-
-async def _now(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return call(*args, **kwargs)

@@ -98,16 +98,9 @@ class Saves(dict[Where, Save]):
 
     # ---- changing --------------------------------------------------------------
 
-    async def change(
-        self, where: Where, *, public: bool | None = None, expires_at: float | None = None
-    ) -> None:
-        """Record that it is public, or not, or until when it is kept (0: for ever)."""
-        save = self.at(where)
-        if public is not None:
-            save = msgspec.structs.replace(save, public=public)
-        if expires_at is not None:
-            save = msgspec.structs.replace(save, expires_at=expires_at)
-        self[where] = save
+    async def change(self, where: Where, **changes: float) -> None:
+        """Record that it is `public`, or not, or until when it is kept (`expires_at`, 0: ever)."""
+        save = self[where] = msgspec.structs.replace(self.at(where), **changes)
         await self._journal.write(put(self._keys.save(*where), save))
 
     async def delete(self, where: Where) -> None:

@@ -67,18 +67,10 @@ def read_content(content: Content, segments: Segments) -> bytes:
 class FileSegments:
     """Segments as files. Its calls block, shortly."""
 
-    def __init__(
-        self,
-        folder: Path,
-        term: int,
-        *,
-        sync: bool = False,
-        segment_bytes: int = SEGMENT_BYTES,
-    ) -> None:
+    def __init__(self, folder: Path, term: int, *, sync: bool = False) -> None:
         self._folder = folder / "journal"
         self._term = term
         self._sync = sync
-        self._segment_bytes = segment_bytes
         self._segment = 0
         self._length = 0
         self._fd = -1
@@ -87,7 +79,7 @@ class FileSegments:
     def append(self, data: bytes) -> Place:
         """Write at the end of our newest segment."""
         with self._lock:
-            if self._fd < 0 or self._length >= self._segment_bytes:
+            if self._fd < 0 or self._length >= SEGMENT_BYTES:
                 self._next()
             place = Place(
                 self._term,
@@ -159,11 +151,6 @@ class FileSegments:
                 if not left and int(term[1]) != self._term:
                     shutil.rmtree(folder, ignore_errors=True)
         return freed
-
-    def close(self) -> None:
-        """Write no more."""
-        with self._lock:
-            self._close()
 
     def _close(self) -> None:
         if self._fd >= 0:

@@ -8,6 +8,7 @@ its number up; what is wrong with a request that has no number is a 4xx at once.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl
 
@@ -25,7 +26,7 @@ from holdfast.trainer import listing, ops
 from holdfast.trainer.core import Core
 from holdfast.trainer.ops import Failed
 from holdfast.trainer.paths import FOLDERS, STATE, unparse
-from holdfast.trainer.state import Pending, saved_in
+from holdfast.trainer.state import Pending, State, saved_in
 from holdfast.trainer.upkeep import Upkeep
 from holdfast.trainer.wire import (
     answers,
@@ -71,33 +72,30 @@ class Bases(Protocol):
         """Compute something, or raise."""
 
 
+@dataclass(frozen=True)
 class Request:
     """One request."""
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes,
-        query: str = "",
-        share: Share | None = None,
-    ) -> None:
-        """`share`: what its body may hold of the memory for all bodies."""
-        self.method = method
-        self.path = path
-        self.query = dict(parse_qsl(query[:_MAX_QUERY]))
-        self.headers = headers
-        self.raw = body
-        self._share = share
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    raw: bytes
+    query_string: str = ""
+    share: Share | None = None
+    """What its body may hold of the memory for all bodies."""
 
     def body(self, limits: Limits) -> bytes:
         """The body, decompressed. `Unavailable` when all bodies together are too much."""
         coding = self.headers.get("content-encoding", "")
         plain = read_body(self.raw, self.content_type, coding, limits)
-        if self._share is not None and plain is not self.raw:
-            self._share.take(len(plain))
+        if self.share is not None and plain is not self.raw:
+            self.share.take(len(plain))
         return plain
+
+    @property
+    def query(self) -> dict[str, str]:
+        """What stands behind the path."""
+        return dict(parse_qsl(self.query_string[:_MAX_QUERY]))
 
     @property
     def content_type(self) -> str:
@@ -162,9 +160,6 @@ class Service:
             "retrieve_futures": self._retrieve_many,
             "cancel_future": self._cancel,
             "weights_info": self._weights_info,
-            **{name: self._submitting(read) for name, read in NUMBERED.items()},
-            **{name: self._submitting_data(read) for name, read in WITH_DATA.items()},
-            **{name: _saying(told) for name, told in NOT_NEEDED.items()},
         }
 
     async def answer(self, request: Request) -> Answer:
@@ -207,10 +202,7 @@ class Service:
         body = request.raw
         try:
             body = request.body(self._limits)
-            handler = self._posts.get(name)
-            if handler is None:
-                raise NotFound(refused.why_not("POST", name))
-            return await handler(body, request)
+            return await self._post(name, body, request)
         except BadOp as error:
             return await self._refuse(error)
         except Mistake as error:
@@ -218,6 +210,17 @@ class Service:
             if told is None or told[0] not in self._core.lines:
                 raise
             return await self._refuse(BadOp(str(error), model=told[0], seq=told[1]))
+
+    async def _post(self, name: str, body: bytes, request: Request) -> Answer:
+        if name in NUMBERED:
+            return await self._submit(NUMBERED[name](body))
+        if name in WITH_DATA:
+            return await self._submit(WITH_DATA[name](body, request.content_type, self._limits))
+        if name in NOT_NEEDED:
+            return answers.plain(NOT_NEEDED[name])
+        if name not in self._posts:
+            raise NotFound(refused.why_not("POST", name))
+        return await self._posts[name](body, request)
 
     async def _refuse(self, error: BadOp) -> Answer:
         """Use the number of a bad operation up, so that those behind it need not wait.
@@ -253,9 +256,7 @@ class Service:
                 runs = [listing.training_run(one, core.saves, core.owner) for one in shown]
                 return answers.plain({"training_runs": runs, "cursor": cursor})
             case ["training_runs", model]:
-                state = core.find_any(model)
-                if state.model is None:
-                    raise NotFound(f"{model[:80]} is not a model")
+                state = _a_model(core.find_any(model))
                 return answers.plain(listing.training_run(state, core.saves, core.owner))
             case ["training_runs", model, "checkpoints"]:
                 core.find_any(model)
@@ -331,11 +332,9 @@ class Service:
 
     async def _get_info(self, body: bytes, _request: Request) -> Answer:
         model = sessions.model_of(body)
-        state = self._core.find(model)
-        if state.model is None:
-            raise NotFound(f"{model[:80]} is not a model")
+        state = _a_model(self._core.find(model))
         arch, tokenizer = self._bases.about(state.base)
-        rank = state.model.lora.rank if state.model.lora else None
+        rank = state.record.lora.rank if state.record.lora else None
         return answers.info(model, state.base, arch=arch, tokenizer=tokenizer, lora_rank=rank)
 
     async def _unload_model(self, body: bytes, _request: Request) -> Answer:
@@ -354,18 +353,6 @@ class Service:
             refused = Failed(error=str(error))
         request = await self._core.submit(ask.model, ask.seq, ask.op, refused=refused)
         return answers.promise(request, model=ask.model)
-
-    def _submitting(self, read: Callable[[bytes], Numbered]) -> Handler:
-        async def handle(body: bytes, _request: Request) -> Answer:
-            return await self._submit(read(body))
-
-        return handle
-
-    def _submitting_data(self, read: Callable[[bytes, str, Limits], Numbered]) -> Handler:
-        async def handle(body: bytes, request: Request) -> Answer:
-            return await self._submit(read(body, request.content_type, self._limits))
-
-        return handle
 
     async def _by_reference(self, body: bytes, _request: Request) -> Answer:
         ask = references.read(body, self._limits)
@@ -433,7 +420,8 @@ class Service:
         ask = sampling.retrieve_futures(body)
         until = self._core.runtime.now() + min(ask.timeout_s or self._hold_s, self._hold_s)
         while True:
-            done, cursor = self._core.completions(ask.target.session, ask.target.clone, ask.cursor)
+            state = self._core.find(ask.target.session)
+            done, cursor = self._core.known.completions(state, ask.target.clone, ask.cursor)
             if done or self._core.runtime.now() >= until:
                 return answers.completions(done, cursor)
             await asyncio.sleep(0.05)
@@ -443,8 +431,7 @@ class Service:
         return answers.plain({})
 
 
-def _saying(told: Mapping[str, str]) -> Handler:
-    async def handle(_body: bytes, _request: Request) -> Answer:
-        return answers.plain(told)
-
-    return handle
+def _a_model(state: State) -> State:
+    if state.model is None:
+        raise NotFound(f"{state.name} is not a model")
+    return state

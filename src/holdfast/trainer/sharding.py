@@ -79,10 +79,10 @@ class ShardedTenant(Tenant):
             base,
             name,
             model,
-            parameters=dict(model.named_parameters()),
-            buffers={key: one for key, one in model.state_dict().items() if key not in tied},
-            files=self._form.carried_files(),
-            weights_file=self._form.weights_file,
+            dict(model.named_parameters()),
+            self._form.carried_files(),
+            self._form.weights_file,
+            {key: one for key, one in model.state_dict().items() if key not in tied},
         )
 
     # ---- weights ---------------------------------------------------------------
@@ -263,11 +263,7 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._where: dict[str, Path] = {}
-        with loading.one_error(folder):
-            for path in sorted(folder.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
-                    self._where.update(dict.fromkeys(file.keys(), path))
+        self._where = loading.stored(folder)
 
     def read(self, name: str, like: Tensor) -> Tensor:
         """One tensor."""

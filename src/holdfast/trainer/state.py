@@ -67,18 +67,21 @@ class State:
     """Whether a checkpoint is being written."""
 
     @property
+    def record(self) -> Model | Sampler:
+        """What the ledger has of it."""
+        record = self.model or self.sampler
+        assert record is not None
+        return record
+
+    @property
     def base(self) -> str:
         """The base of its model."""
-        owner = self.model or self.sampler
-        assert owner is not None
-        return owner.base
+        return self.record.base
 
     @property
     def session(self) -> str:
         """Whose it is."""
-        owner = self.model or self.sampler
-        assert owner is not None
-        return owner.session
+        return self.record.session
 
     @property
     def channel(self) -> str:

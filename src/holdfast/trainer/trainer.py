@@ -47,19 +47,22 @@ class Trainer:
         core: type[Core] = Core,
         runner: Callable[[Core, Now | None], Runner] = Runner,
     ) -> None:
+        policy = policy or Policy()
         self._runtime = runtime
-        self._policy = policy or Policy()
-        self._compute = compute
-        self._segments = segments
-        self._vault = vault
         self._wall = wall
-        self._tell = tell
-        self._owner = owner
-        self._make_core = core
-        self._make_runner = runner
-        self.journal = journal(
-            runtime, keys, guards, room_s=self._policy.room_s, timeouts=timeouts
+        self.journal = journal(runtime, keys, guards, room_s=policy.room_s, timeouts=timeouts)
+        self._make_core: Callable[[], Core] = lambda: core(
+            runtime,
+            self.journal,
+            segments(self.journal.term),
+            compute,
+            vault(self.journal),
+            policy,
+            wall,
+            tell,
+            owner,
         )
+        self._make_runner = runner
         self.core: Core
         self.runner: Runner
         self.upkeep: Upkeep
@@ -68,17 +71,7 @@ class Trainer:
         """Take over, and read what there is. `Fenced` when somebody newer is there."""
         await self.journal.take(epoch, cycle=cycle, by=by, at=self._wall())
         book = await self.journal.read()
-        self.core = self._make_core(
-            self._runtime,
-            self.journal,
-            self._segments(self.journal.term),
-            self._compute,
-            self._vault(self.journal),
-            self._policy,
-            self._wall,
-            self._tell,
-            self._owner,
-        )
+        self.core = self._make_core()
         await self.core.open(book)
         # Ledger and vault were read one after the other: still by the one who acts for the job?
         await self.journal.check()

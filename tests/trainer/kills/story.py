@@ -27,12 +27,12 @@ from holdfast.errors import Retriable
 from holdfast.faults import FaultFired
 from holdfast.ledger.records import decode
 from holdfast.ledger.types import Entry
+from holdfast.loopthread import LoopThread
 from holdfast.trainer.ops import OptimStep
 from holdfast.trainer.ops import kind as kind_of
 from holdfast.trainer.records import Keys, Result, Save, Seat, number_of
 from holdfast.weights.records import Keys as WeightsKeys
 from holdfast.weights.records import Version
-from patience import HANG_S
 from trainer.house import JOB, House
 
 POLICY: dict[str, Any] = {
@@ -156,35 +156,31 @@ class Audit:
         self._order: list[Entry] = []
         self._deleted: list[str] = []
         self._seen = threading.Condition()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._problem: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._problem: Exception | None = None
+        self._loop = LoopThread("audit")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._following = self._loop.run(self._begin())
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._seen:
-            self._seen.wait_for(lambda: self._task is not None, 10)
-        if self._loop is not None and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(HANG_S)
-        assert not self._thread.is_alive()
+        self._loop.run(self._end())
+        self._loop.stop()
 
-    def _run(self) -> None:
+    async def _begin(self) -> "asyncio.Task[None]":
+        return asyncio.create_task(self._follow())
+
+    async def _end(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+
+    async def _follow(self) -> None:
         try:
-            asyncio.run(self._follow())
-        except asyncio.CancelledError:
-            pass
+            await self._read()
         except Exception as error:  # noqa: BLE001 -- told to whoever waits
             self._problem = error
 
-    async def _follow(self) -> None:
-        with self._seen:
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-            self._seen.notify_all()
+    async def _read(self) -> None:
         start = 1
         async with ledger.open(self._url) as opened:
             while True:
@@ -228,10 +224,14 @@ class Audit:
             assert terms == sorted(terms), f"somebody who had been replaced gave results: {terms}"
 
 
+Meanwhile = Callable[[House, Audit], None]
+"""What is done to a trainer while the program runs."""
+
+
 def tell(
     there: House,
     audit: Audit,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Meanwhile = lambda *_: None,
     *,
     steps: int = STEPS,
     limit_s: float = 120.0,
@@ -240,7 +240,7 @@ def tell(
     """Run the program while something is done to its trainer; everything that came of it."""
     with there.program(PROGRAM, STEPS=str(steps)) as program:
         model = program.next()["model"]
-        meanwhile()
+        meanwhile(there, audit)
         lines = program.finish(limit_s)[1:]
     told = asyncio.run(_look(url or f"sqlite:///{there.folder}/ledger.db", model, lines))
     audit.wait(len(told.kinds))

@@ -8,13 +8,13 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast import faults
-from trainer.house import house
-from trainer.kills.conftest import Reference
-from trainer.kills.story import POLICY, STEPS, Audit, fired, tell, trainer
+from trainer.kills.conftest import Reference, survive
+from trainer.kills.story import STEPS, fired, trainer
 
 SEED = 20
 QUICK_STEPS = 6
@@ -47,22 +47,13 @@ def _plan(
 
 
 def _die(
-    folder: Path, clauses: list[str], reference: Reference, steps: int, **policy: object
+    folder: Path, clauses: list[str], reference: Reference, steps: int, **policy: Any
 ) -> None:
     plan, log = ";".join(clauses), folder / "faults"
     print(f"seed {SEED}: {plan}")
-    with (
-        house(
-            folder,
-            *trainer(plan, log),
-            *("--max-restarts", str(10 + len(clauses))),
-            policy=POLICY | policy,
-        ) as there,
-        Audit(there) as audit,
-    ):
-        told = tell(there, audit, steps=steps, limit_s=60.0 + 20.0 * len(clauses))
-        epochs = there.epoch()
-    told.check(reference(steps).told)
+    flags = (*trainer(plan, log), "--max-restarts", str(10 + len(clauses)))
+    limit_s = 60.0 + 20.0 * len(clauses)
+    _, epochs = survive(reference, folder, *flags, steps=steps, limit_s=limit_s, **policy)
     died = [f"{one.point}:{one.action}@{one.hit}!" for one in fired(log)]
     assert sorted(died) == sorted(clauses), "not every point was hit"
     assert epochs == 1 + len(clauses), "each kill ends one trainer, and nothing else does"

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -21,9 +20,9 @@ from gateway.service import wait_for
 from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.proc import Child, spawn
 from patience import HANG_S
-from trainer.house import JOB, House, house
-from trainer.kills.conftest import Reference
-from trainer.kills.story import POLICY, STEPS, Audit, fired, tell
+from trainer.house import JOB, House
+from trainer.kills.conftest import Reference, survive
+from trainer.kills.story import Audit, fired
 
 SCRIPT = Path(__file__).parent / "elsewhere.py"
 FENCED = 5
@@ -57,12 +56,7 @@ class Machines:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -173,37 +167,24 @@ def test_who_wakes_up_is_fenced(
     tmp_path: Path, reference: Reference, point: str, hit: int
 ) -> None:
     """Wherever it was stopped: it applies, acknowledges and publishes nothing, and exits."""
-    expected = reference(STEPS).told
-    with (
-        Machines(tmp_path / "machines", f"{point}:stop@{hit}!") as machines,
-        house(tmp_path / "house", *machines.flags, policy=POLICY) as there,
-        Audit(there) as audit,
-    ):
+    with Machines(tmp_path / "machines", f"{point}:stop@{hit}!") as machines:
 
-        def meanwhile() -> None:
+        def meanwhile(there: House, audit: Audit) -> None:
             _replace(there, machines, audit, point)
             _wake(machines, point)
 
-        told = tell(there, audit, meanwhile)
-        assert there.epoch() == 2
-    assert told.terms == 2
-    told.check(expected)
+        house = tmp_path / "house"
+        assert survive(reference, house, *machines.flags, meanwhile=meanwhile) == (2, 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nobody_waits_for_one_that_was_replaced(tmp_path: Path, reference: Reference) -> None:
     """The client goes on with the new trainer while the old one stays stopped."""
-    expected = reference(STEPS).told
-    with (
-        Machines(tmp_path / "machines", "trainer.compute.after:stop@18!") as machines,
-        house(tmp_path / "house", *machines.flags, policy=POLICY) as there,
-        Audit(there) as audit,
-    ):
+    with Machines(tmp_path / "machines", "trainer.compute.after:stop@18!") as machines:
 
-        def meanwhile() -> None:
+        def meanwhile(there: House, audit: Audit) -> None:
             before = _replace(there, machines, audit, "trainer.compute.after")
             audit.wait(before + 12, 30.0)
 
-        told = tell(there, audit, meanwhile)
-    told.check(expected)
+        survive(reference, tmp_path / "house", *machines.flags, meanwhile=meanwhile)

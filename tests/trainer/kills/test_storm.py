@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gateway.service import wait_for
-from trainer.house import House, house
-from trainer.kills.conftest import Reference
-from trainer.kills.story import POLICY, Audit, tell
+from trainer.house import House
+from trainer.kills.conftest import Reference, survive
+from trainer.kills.story import Audit
 
 SEED = 5
 DELAY_S = 0.15
@@ -31,30 +31,26 @@ def _storm(folder: Path, reference: Reference, kills: int, steps: int) -> None:
     print(f"seed {SEED}: after results {results}")
     done: list[int] = []
 
-    with (
-        house(folder, "--max-restarts", str(10 + kills), policy=POLICY) as there,
-        Audit(there) as audit,
-    ):
-
-        def meanwhile() -> None:
-            for count in results:
-                seen = audit.wait(count)
-                time.sleep(rng.uniform(0.0, DELAY_S))
+    def meanwhile(there: House, audit: Audit) -> None:
+        for count in results:
+            seen = audit.wait(count)
+            time.sleep(rng.uniform(0.0, DELAY_S))
+            _kill(there)
+            done.append(seen)
+            if rng.random() < TWICE and len(done) < kills:
+                time.sleep(rng.uniform(0.0, START_S))
                 _kill(there)
                 done.append(seen)
-                if rng.random() < TWICE and len(done) < kills:
-                    time.sleep(rng.uniform(0.0, START_S))
-                    _kill(there)
-                    done.append(seen)
-                if len(done) >= kills:
-                    return
+            if len(done) >= kills:
+                return
 
-        told = tell(there, audit, meanwhile, steps=steps, limit_s=limit_s)
-        epochs = there.epoch()
-    print(f"killed after {done} results; {told.terms} of {epochs} trainers took the seat")
+    flags = ("--max-restarts", str(10 + kills))
+    terms, epochs = survive(
+        reference, folder, *flags, meanwhile=meanwhile, steps=steps, limit_s=limit_s
+    )
+    print(f"killed after {done} results; {terms} of {epochs} trainers took the seat")
     assert len(done) == kills
     assert epochs == 1 + kills
-    told.check(expected)
 
 
 @pytest.mark.long

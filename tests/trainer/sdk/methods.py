@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,8 @@ LAST = (
 """Called when everything else has been: what ends something, or stalls the library itself."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Calls = dict[str, Callable[[Any], Arguments]]
+"""What methods are called with, by their names: `method`, or `Class.method` of one class."""
 
 
 def with_(*args: Any, **kwargs: Any) -> Arguments:
@@ -50,23 +53,72 @@ def settled(value: Any) -> Any:
     return value
 
 
+COMMON: Calls = {
+    "forward forward_backward": lambda it: with_(it.data(), "cross_entropy"),
+    "forward_backward_custom": lambda it: with_(it.data(), lambda _, now: (-now[0].sum(), {})),
+    "optim_step": lambda it: with_(it.types.AdamParams(learning_rate=1e-4)),
+    "save_state save_weights_for_sampler save_weights_external": lambda it: with_(it.fresh()),
+    "load_state load_state_with_optimizer get_weights_info_by_tinker_path": (
+        lambda it: with_(it.saved())
+    ),
+    "create_training_client_from_state create_training_client_from_state_with_optimizer": (
+        lambda it: with_(it.saved())
+    ),
+    "create_lora_training_client": lambda _: with_(base_model=BASE, rank=4),
+    "sample": lambda it: with_(it.prompt(), 1, it.types.SamplingParams(max_tokens=2)),
+    "compute_logprobs": lambda it: with_(it.prompt()),
+    "from_sampler_handle": lambda it: with_(it.sampler().get_sampler_handle(), api_key=it.key),
+    "on_queue_state_change": lambda it: with_(it.futures.QueueState.ACTIVE, None),
+}
+
+
 class Library:
     """The classes of a library, an object of each, and what to call their methods with."""
 
-    def __init__(self) -> None:
+    types: Any
+    futures: Any
+    """The library's module of that name."""
+    model: Any
+
+    def __init__(self, calls: Calls) -> None:
         self.counter = itertools.count()
         self.url, self.key = os.environ["HOUSE_URL"], os.environ["HOUSE_KEY"]
         self.objects: dict[str, Any] = {}
+        self.calls = {
+            name: call for names, call in (COMMON | calls).items() for name in names.split()
+        }
 
     def fresh(self) -> str:
         """A name that was not used yet."""
         return f"fresh-{next(self.counter)}"
 
+    def prompt(self) -> Any:
+        return self.types.ModelInput.from_ints(TOKENS)
+
+    def sampler(self) -> Any:
+        return self.objects["SamplingClient"]
+
+    def data(self) -> list[Any]:
+        count = len(TOKENS)
+        inputs = {
+            "target_tokens": self.types.TensorData(data=TOKENS, dtype="int64", shape=[count]),
+            "weights": self.types.TensorData(data=[1.0] * count, dtype="float32", shape=[count]),
+        }
+        return [self.types.Datum(model_input=self.prompt(), loss_fn_inputs=inputs)]
+
+    def saved(self) -> str:
+        """The path of a checkpoint."""
+        return str(self.model.save_state(self.fresh()).result(LIMIT_S).path)
+
+    def published(self) -> str:
+        """The path of weights for samplers."""
+        return str(self.model.save_weights_for_sampler(self.fresh()).result(LIMIT_S).path)
+
     def arguments(self, owner: str, name: str) -> Arguments:
         """What to call a method with; an asynchronous one takes what the other one takes."""
         plain = name.removesuffix("_async")
-        found = getattr(self, f"{owner}_{plain}", None) or getattr(self, f"any_{plain}", None)
-        return with_() if found is None else found()
+        found = self.calls.get(f"{owner}.{plain}") or self.calls.get(plain)
+        return with_() if found is None else found(self)
 
     def call(self, owner: str, name: str) -> dict[str, Any]:
         """Call one, or look at it; what came of it."""
@@ -100,159 +152,88 @@ class Library:
             print(json.dumps(self.call(owner, name)), flush=True)
 
 
-class Training(Library):
-    """What both libraries have in common."""
-
-    types: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: Any = None
-
-    def data(self) -> list[Any]:
-        count = len(TOKENS)
-        inputs = {
-            "target_tokens": self.types.TensorData(data=TOKENS, dtype="int64", shape=[count]),
-            "weights": self.types.TensorData(data=[1.0] * count, dtype="float32", shape=[count]),
-        }
-        prompt = self.types.ModelInput.from_ints(TOKENS)
-        return [self.types.Datum(model_input=prompt, loss_fn_inputs=inputs)]
-
-    def saved(self) -> str:
-        """The path of a checkpoint."""
-        return str(self.model.save_state(self.fresh()).result(LIMIT_S).path)
-
-    def any_forward(self) -> Arguments:
-        return with_(self.data(), "cross_entropy")
-
-    any_forward_backward = any_forward
-
-    def any_forward_backward_custom(self) -> Arguments:
-        return with_(self.data(), lambda _data, logprobs: (-logprobs[0].sum(), {}))
-
-    def any_optim_step(self) -> Arguments:
-        return with_(self.types.AdamParams(learning_rate=1e-4))
-
-    def any_save_state(self) -> Arguments:
-        return with_(self.fresh())
-
-    any_save_weights_for_sampler = any_save_state
-    any_save_weights_external = any_save_state
-
-    def any_load_state(self) -> Arguments:
-        return with_(self.saved())
-
-    any_load_state_with_optimizer = any_load_state
-    any_create_training_client_from_state = any_load_state
-    any_create_training_client_from_state_with_optimizer = any_load_state
-    any_get_weights_info_by_tinker_path = any_load_state
-
-    def any_create_lora_training_client(self) -> Arguments:
-        return with_(base_model=BASE, rank=4)
-
-    def any_sample(self) -> Arguments:
-        params = self.types.SamplingParams(max_tokens=2)
-        return with_(self.types.ModelInput.from_ints(TOKENS), 1, params)
-
-    def any_compute_logprobs(self) -> Arguments:
-        return with_(self.types.ModelInput.from_ints(TOKENS))
+TINKER: Calls = {
+    "ServiceClient.close": lambda _: with_("success"),
+    "ServiceClient.copy_weights": lambda it: with_(it.saved()),
+    "RestClient.copy_weights": lambda it: with_(it.saved(), "p"),
+    "create_custom_loss": (
+        lambda _: with_(lambda inputs: inputs["logprobs"].sum(), {"weights": 1})
+    ),
+    "create_sampling_client": lambda it: with_(model_path=it.published()),
+    "create": lambda it: with_(it.service.holder, base_model=BASE),
+    "get_training_run list_checkpoints": lambda it: with_(it.model.model_id),
+    "get_training_run_by_tinker_path delete_checkpoint_from_tinker_path": (
+        lambda it: with_(it.saved())
+    ),
+    "publish_checkpoint_from_tinker_path unpublish_checkpoint_from_tinker_path": (
+        lambda it: with_(it.saved())
+    ),
+    "get_external_weights_urls": (
+        lambda it: with_(f"tinker://{it.model.model_id}/external_weights/x")
+    ),
+    "delete_checkpoint": lambda it: with_(it.model.model_id, it.saved().rpartition("/")[2]),
+    "set_checkpoint_ttl_from_tinker_path": lambda it: with_(it.saved(), 3600),
+    "get_session export_session_trace": lambda it: with_(it.service.holder.get_session_id()),
+    "assign_session_project": lambda it: with_(it.service.holder.get_session_id(), "p"),
+    "get_sampler": lambda it: with_(it.sampler()._sampling_session_id),
+    "search_sessions": lambda it: with_(it.types.SessionSearchRequest()),
+    "get_billing_usage": lambda _: with_("2026-01-01", "2026-01-02"),
+}
 
 
-class Tinker(Training):
+class Tinker(Library):
     """`tinker`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(TINKER)
+        os.environ["TINKER_PROJECT_ID"] = "p"  # ServiceClient.copy_weights asks for one
         tinker = import_module("tinker")
-        self.types = tinker.types
-        self.tinker = tinker
+        self.types, self.futures = tinker.types, import_module("tinker.lib.api_future_impl")
         self.service = tinker.ServiceClient(base_url=self.url, api_key=self.key)
         self.model = self.service.create_lora_training_client(base_model=BASE, rank=4)
-        sampler = self.model.save_weights_and_get_sampling_client()
         self.objects = {
             "ServiceClient": self.service,
             "TrainingClient": self.model,
-            "SamplingClient": sampler,
+            "SamplingClient": self.model.save_weights_and_get_sampling_client(),
             "RestClient": self.service.create_rest_client(),
             "AdminClient": tinker.AdminClient(base_url=self.url, api_key=self.key),
         }
 
-    def ServiceClient_close(self) -> Arguments:  # noqa: N802 -- the class's name
-        return with_("success")
 
-    def ServiceClient_copy_weights(self) -> Arguments:  # noqa: N802
-        os.environ["TINKER_PROJECT_ID"] = "p"
-        return with_(self.saved())
-
-    def RestClient_copy_weights(self) -> Arguments:  # noqa: N802
-        return with_(self.saved(), "p")
-
-    def any_create_custom_loss(self) -> Arguments:
-        return with_(lambda inputs: inputs["logprobs"].sum(), {"weights": 1})
-
-    def any_create_sampling_client(self) -> Arguments:
-        return with_(model_path=self.model.save_weights_for_sampler(self.fresh()).result().path)
-
-    def any_create(self) -> Arguments:
-        return with_(self.service.holder, base_model=BASE)
-
-    def any_from_sampler_handle(self) -> Arguments:
-        return with_(self.objects["SamplingClient"].get_sampler_handle(), api_key=self.key)
-
-    def any_on_queue_state_change(self) -> Arguments:
-        state = import_module("tinker.lib.api_future_impl").QueueState.ACTIVE
-        return with_(state, None)
-
-    def any_get_training_run(self) -> Arguments:
-        return with_(self.model.model_id)
-
-    any_list_checkpoints = any_get_training_run
-
-    def any_get_training_run_by_tinker_path(self) -> Arguments:
-        return with_(self.saved())
-
-    any_delete_checkpoint_from_tinker_path = any_get_training_run_by_tinker_path
-    any_publish_checkpoint_from_tinker_path = any_get_training_run_by_tinker_path
-    any_unpublish_checkpoint_from_tinker_path = any_get_training_run_by_tinker_path
-
-    def any_get_external_weights_urls(self) -> Arguments:
-        return with_(f"tinker://{self.model.model_id}/external_weights/x")
-
-    def any_delete_checkpoint(self) -> Arguments:
-        return with_(self.model.model_id, self.saved().rpartition("/")[2])
-
-    def any_set_checkpoint_ttl_from_tinker_path(self) -> Arguments:
-        return with_(self.saved(), 3600)
-
-    def any_get_session(self) -> Arguments:
-        return with_(self.service.holder.get_session_id())
-
-    any_export_session_trace = any_get_session
-
-    def any_assign_session_project(self) -> Arguments:
-        return with_(self.service.holder.get_session_id(), "p")
-
-    def any_get_sampler(self) -> Arguments:
-        return with_(self.objects["SamplingClient"]._sampling_session_id)
-
-    def any_search_sessions(self) -> Arguments:
-        return with_(self.types.SessionSearchRequest())
-
-    def any_get_billing_usage(self) -> Arguments:
-        return with_("2026-01-01", "2026-01-02")
+FIREWORKS: Calls = {
+    "load_adapter create_sampling_client": lambda it: with_(it.published()),
+    "create_deployment_sampler hotload_sampler_snapshot": lambda it: with_(it.published()),
+    "create": lambda it: with_(inference_url=it.url, model=BASE, api_key=it.key),
+    "create_base_training_client create_deployment_sampler_for_model": lambda _: with_(BASE),
+    "create_reference_client": lambda _: with_(BASE, lora_rank=4),
+    "create_training_client": lambda _: with_(base_model=BASE, lora_rank=8),
+    "create_lora_training_client": (lambda it: with_(base_model=BASE, rank=16 + next(it.counter))),
+    "create_inference_deployment_sampler": (
+        lambda it: with_(it.sdk.DeploymentConfig(deployment_id="d", base_model=BASE))
+    ),
+    "from_firetitan_config": (lambda it: with_(base_model=BASE, api_key=it.key, base_url=it.url)),
+    "ServiceClient.list_checkpoints": lambda _: with_("one"),
+    "promote_checkpoint": lambda it: with_("one", it.saved(), "promoted"),
+    "resolve_checkpoint_path": lambda _: with_("x"),
+    "save_weights_for_sampler_ext": lambda it: with_(it.fresh()),
+    "forward_projection": lambda it: with_(it.data()),
+    "forward_backward_contrastive": (
+        lambda it: with_(it.data() * 2, num_queries=1, temperature=1.0)
+    ),
+}
 
 
-class Fireworks(Training):
+class Fireworks(Library):
     """`fireworks-ai`. Its samplers are deployments: it refuses itself what belongs to those."""
 
     def __init__(self) -> None:
-        super().__init__()
-        sdk = import_module("fireworks.training.sdk")
+        super().__init__(FIREWORKS)
+        self.sdk = sdk = import_module("fireworks.training.sdk")
         self.types = sdk.types
-        self.sdk = sdk
+        self.futures = import_module("fireworks.training.sdk._core.lib.api_future_impl")
         self.service = sdk.FiretitanServiceClient(base_url=self.url, api_key=self.key)
         self.model = self.service.create_training_client(base_model=BASE, lora_rank=4)
-        args, kwargs = self.any_create()
+        args, kwargs = self.arguments("SamplingClient", "create")
         self.objects = {
             "ServiceClient": self.service,
             "TrainingClient": self.model,
@@ -263,64 +244,6 @@ class Fireworks(Training):
     def saved(self) -> str:
         """A name alone: paths with a scheme are not for this library."""
         return super().saved().rpartition("/")[2]
-
-    def published(self) -> str:
-        return str(self.model.save_weights_for_sampler(self.fresh()).result(LIMIT_S).path)
-
-    def any_load_adapter(self) -> Arguments:
-        return with_(self.published())
-
-    any_create_sampling_client = any_load_adapter
-    any_create_deployment_sampler = any_load_adapter
-    any_hotload_sampler_snapshot = any_load_adapter
-
-    def any_create(self) -> Arguments:
-        return with_(inference_url=self.url, model=BASE, api_key=self.key)
-
-    def any_from_sampler_handle(self) -> Arguments:
-        return with_(self.objects["SamplingClient"].get_sampler_handle(), api_key=self.key)
-
-    def any_on_queue_state_change(self) -> Arguments:
-        module = "fireworks.training.sdk._core.lib.api_future_impl"
-        return with_(import_module(module).QueueState.ACTIVE, None)
-
-    def any_create_base_training_client(self) -> Arguments:
-        return with_(BASE)
-
-    any_create_deployment_sampler_for_model = any_create_base_training_client
-
-    def any_create_reference_client(self) -> Arguments:
-        return with_(BASE, lora_rank=4)
-
-    def any_create_training_client(self) -> Arguments:
-        return with_(base_model=BASE, lora_rank=8)
-
-    def any_create_lora_training_client(self) -> Arguments:
-        return with_(base_model=BASE, rank=16 + next(self.counter))
-
-    def any_create_inference_deployment_sampler(self) -> Arguments:
-        return with_(self.sdk.DeploymentConfig(deployment_id="d", base_model=BASE))
-
-    def any_from_firetitan_config(self) -> Arguments:
-        return with_(base_model=BASE, api_key=self.key, base_url=self.url)
-
-    def ServiceClient_list_checkpoints(self) -> Arguments:  # noqa: N802 -- the class's name
-        return with_("one")
-
-    def any_promote_checkpoint(self) -> Arguments:
-        return with_("one", self.saved(), "promoted")
-
-    def any_resolve_checkpoint_path(self) -> Arguments:
-        return with_("x")
-
-    def any_save_weights_for_sampler_ext(self) -> Arguments:
-        return with_(self.fresh())
-
-    def any_forward_projection(self) -> Arguments:
-        return with_(self.data())
-
-    def any_forward_backward_contrastive(self) -> Arguments:
-        return with_(self.data() * 2, num_queries=1, temperature=1.0)
 
 
 def main() -> None:

@@ -30,6 +30,12 @@ def load(base: Path, adapter: Path | None = None) -> nn.Module:
     return model.eval()
 
 
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained of a model, under the names of its files."""
+    named = {name.replace(".default.", "."): one for name, one in model.named_parameters()}
+    return {name: one.detach() for name, one in named.items() if one.requires_grad}
+
+
 def logprobs(model: nn.Module, example: Example) -> Tensor:
     """The log probability of every target."""
     logits = model(input_ids=torch.tensor([example["tokens"]])).logits[0]
@@ -43,9 +49,9 @@ def logprobs(model: nn.Module, example: Example) -> Tensor:
 def loss(name: str, now: Tensor, example: Example, config: dict[str, float]) -> Tensor:
     """The loss of one sequence."""
     if name == "cross_entropy":
-        return -(torch.tensor(example["weights"]) * now).sum()
-    old = torch.tensor(example["logprobs"])
-    gain = torch.tensor(example["advantages"])
+        return -(torch.as_tensor(example["weights"]) * now).sum()
+    old = torch.as_tensor(example["logprobs"])
+    gain = torch.as_tensor(example["advantages"])
     ratio = (now - old).exp()
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     if name == "importance_sampling":
@@ -57,7 +63,7 @@ def loss(name: str, now: Tensor, example: Example, config: dict[str, float]) -> 
     if name == "dro":
         return -(now * gain - 0.5 * config["beta"] * (now - old) ** 2).sum()
     assert name == "gspo"
-    mask = torch.tensor(example["sequence_ratio_mask"])
+    mask = torch.as_tensor(example["sequence_ratio_mask"])
     whole = ((now - old) * mask).sum() / mask.sum()
     token = (whole.detach() + now - now.detach()).exp()
     return -torch.min(token * gain, token.clamp(low, high) * gain).sum()

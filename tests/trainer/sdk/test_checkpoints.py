@@ -6,7 +6,7 @@ from gateway.service import Answer, wait_for
 from trainer.house import JOB, House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import folder
-from trainer.sdk.wire import Session, promised
+from trainer.sdk.wire import Session
 
 PROGRAM = """
 rest = service.create_rest_client()
@@ -44,13 +44,23 @@ for name, ask in {
 }.items():
     attempt(name, lambda: ask(brief).result())
 attempt("ttl of nothing", lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 0).result())
+run, session = rest.get_training_run(client.model_id).result(), service.holder.get_session_id()
+runs = rest.list_training_runs(limit=1000).result()
+say(run=[run.lora_rank, run.base_model, run.last_checkpoint.tinker_path],
+    counted=runs.cursor.total_count == len(runs.training_runs),
+    listed=client.model_id in [one.training_run_id for one in runs.training_runs],
+    lives=session in rest.list_sessions(limit=1000).result().sessions,
+    models=rest.get_session(session).result().training_run_ids == [client.model_id])
+rest.delete_checkpoint(client.model_id, "weights/x").result()
+say(left=listed(), again=client.save_state("x").result().path)
 """
 
 
 def test_published_and_kept_for_a_time(there: House) -> None:
     """Both are told in listings, can be taken back and asked for twice; what is over is gone,
-    record and files, and whoever still uses it hears so."""
-    first, published, limited, after, sampled, *gone, nothing = run(there, PROGRAM)
+    record and files, and whoever still uses it hears so. Runs and sessions are listed, too; a
+    deleted checkpoint is not, and its name may be used again."""
+    first, published, limited, after, sampled, *gone, nothing, about, deleted = run(there, PROGRAM)
     path, brief = first["path"], first["brief"]
     assert first["before"] == {path: [False, None], brief: [False, None]}
     assert first["notes"] == {"why": "a test"}
@@ -69,6 +79,9 @@ def test_published_and_kept_for_a_time(there: House) -> None:
     home = folder(there, path).parents[1]
     model = brief.split("/")[2]
     wait_for(lambda: not (home / f"{model}.s.brief").exists(), "the files are gone")
+    assert about.pop("run") == [4, "holdfast/tiny", path]
+    assert all(about.values()), about
+    assert deleted == {"left": {}, "again": path}
 
 
 class Saved:
@@ -88,12 +101,10 @@ class Saved:
         where = f"/api/v1/training_runs/{self.model.name}/checkpoints{rest}"
         return service.ask(method, service.way(JOB, where), body)
 
-    def names(self) -> list[str]:
-        return sorted(one["checkpoint_id"] for one in self.ask("GET", "").json["checkpoints"])
-
-    def public(self) -> list[str]:
+    def names(self, *, public: bool = False) -> list[str]:
+        """All of them, or those that are public."""
         found = self.ask("GET", "").json["checkpoints"]
-        return sorted(one["checkpoint_id"] for one in found if one["public"])
+        return sorted(one["checkpoint_id"] for one in found if one["public"] or not public)
 
 
 def test_ids_without_a_folder(there: House) -> None:
@@ -106,9 +117,9 @@ def test_ids_without_a_folder(there: House) -> None:
     assert saved.ask("POST", "/state/publish").status == 200
     assert saved.ask("POST", "/sampler/publish").status == 200
     assert saved.ask("PUT", "/sampler/ttl", {"ttl_seconds": 3600}).status == 200
-    assert saved.public() == ["sampler_weights/sampler", "weights/state"]
+    assert saved.names(public=True) == ["sampler_weights/sampler", "weights/state"]
     assert saved.ask("DELETE", "/sampler/publish").status == 200
-    assert saved.public() == ["weights/state"]
+    assert saved.names(public=True) == ["weights/state"]
     for method, rest in (("DELETE", ""), ("POST", "/publish"), ("PUT", "/ttl")):
         body = {"ttl_seconds": 3600} if method == "PUT" else None
         answer = saved.ask(method, f"/both{rest}", body)
@@ -119,11 +130,7 @@ def test_ids_without_a_folder(there: House) -> None:
         assert saved.ask(method, f"/a/b/c{rest}", body).status == 404
     assert saved.ask("DELETE", "/weights/publish").status == 200
     assert saved.ask("DELETE", "/state").status == 200
-    assert saved.names() == [
-        "sampler_weights/both",
-        "sampler_weights/sampler",
-        "weights/both",
-    ]
+    assert saved.names() == ["sampler_weights/both", "sampler_weights/sampler", "weights/both"]
 
 
 def test_a_time_to_live_that_is_none(there: House) -> None:
@@ -172,15 +179,16 @@ def test_adapters_are_loaded_from_what_was_saved(there: House) -> None:
     saved.save("a", "save_weights_for_sampler")
     saved.save("b")
     model = saved.model
-    for path in (
-        f"tinker://{model.name}/sampler_weights/a",
-        "a",
-        "b",
-        f"accounts/{there.service.account}/models/a",
-    ):
+
+    def load(path: str) -> Any:
         saved.seq += 1
-        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
-        assert told == {"type": "load_adapter", "model_id": model.name, "adapter_path": path}
+        return model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
+
+    account = there.service.account
+    whole = f"tinker://{model.name}/sampler_weights/a"
+    for path in (whole, "a", "b", f"accounts/{account}/models/a"):
+        want = {"type": "load_adapter", "model_id": model.name, "adapter_path": path}
+        assert load(path) == want
     for path in (
         "never",
         "gs://bucket/a",
@@ -189,11 +197,7 @@ def test_adapters_are_loaded_from_what_was_saved(there: House) -> None:
         "../a",
         "x/y",
     ):
-        saved.seq += 1
-        told = model.do(("load_adapter", model.body(saved.seq, adapter_path=path)))
-        assert told["category"] == "user", told
-    whole = model.session.create(lora_config={"rank": 0})
-    made = model.session.wait(promised(model.session.post("create_model", whole))).json
+        assert load(path)["category"] == "user", path
+    made = model.session.result("create_model", model.session.create(lora_config={"rank": 0}))
     body = {"model_id": made["model_id"], "seq_id": 1, "adapter_path": "a"}
-    told = model.session.wait(promised(model.session.post("load_adapter", body))).json
-    assert "no adapter" in told["error"]
+    assert "no adapter" in model.session.result("load_adapter", body)["error"]

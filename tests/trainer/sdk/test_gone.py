@@ -5,7 +5,7 @@ import pytest
 from trainer.house import House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import digest, folder
-from trainer.sdk.wire import Session, promised
+from trainer.sdk.wire import Session
 
 GONE = """
 rest = service.create_rest_client()
@@ -78,13 +78,10 @@ def test_weights_that_are_damaged(there: House) -> None:
     raw = file.read_bytes()
     file.chmod(0o600)
     file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
-    new = session.create(path=path, optimizer=False)
     answers = [
-        session.wait(promised(session.post("asample", body))).json,
-        model.do(("load_weights", model.body(2, path=path, optimizer=False))),
-        session.wait(promised(session.post("load_weights", new))).json,
+        session.result("asample", session.sample(sampler, 0, [1])),
+        session.result("load_weights", model.body(2, path=path, optimizer=False)),
+        session.result("load_weights", session.create(path=path, optimizer=False)),
     ]
     for answer in answers:
         assert answer["category"] == "server", answers

@@ -1,7 +1,6 @@
 """Whole training loops with the real clients: they learn, full and with adapters."""
 
 from statistics import mean
-from typing import Any
 
 import pytest
 
@@ -107,31 +106,3 @@ def test_fireworks_client_goes_on_from_a_name(there: House) -> None:
     told, listed = run(there, FIREWORKS + RESUMED)
     assert told["error"] is None, told
     assert "mine" in listed["listed"]
-
-
-CHUNKED = """
-config = service.holder._client_config
-service.holder._client_config = config.model_copy(
-    update={"fwdbwd_max_chunk_len": 2, "proto_compress_fwdbwd": GIVEN["zstd"]})
-texts = ["one", "two", "three", "four", "five"]
-client = lora()
-say(told=[step(client, *texts) for _ in range(3)], parallel=config.parallel_fwdbwd_chunks)
-"""
-
-
-@pytest.mark.long
-def test_a_batch_in_pieces(there: House) -> None:
-    """A batch that the client cuts into chunks, sent at once and the first one last, and
-    compressed: the same losses as in one piece, and the steps behind them wait.
-    """
-    pieces = run(there, CHUNKED, {"zstd": True})[0]
-    assert pieces["parallel"], "the client sends chunks one after the other: say so in PEERS"
-    (whole,) = run(there, WHOLE)
-    flat: list[Any] = [number for pair in pieces["told"] for number in pair]
-    assert flat == pytest.approx([number for pair in whole["told"] for number in pair], rel=1e-4)
-
-
-WHOLE = """
-client = lora()
-say(told=[step(client, "one", "two", "three", "four", "five") for _ in range(3)])
-"""

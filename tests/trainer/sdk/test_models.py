@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from trainer.house import House
 from trainer.sdk.programs import run
@@ -110,34 +109,38 @@ def test_models_do_not_see_each_other(there: House) -> None:
 
 RESUMED = """
 EARLY, LATE = ["before", "the save"], ["after", "it"]
-def late(client):
-    for _ in range(3):
-        losses.append(step(client, *LATE))
-    return client.save_state("end").result().path
+with_optimizer = service.create_training_client_from_state_with_optimizer
+def go_on(name, client):
+    losses = [step(client, *LATE) for _ in range(3)]
+    say(name=name, losses=losses, path=client.save_state("end").result().path)
 def begin():
     client = lora(rank=GIVEN)
     for _ in range(3):
         step(client, *EARLY)
     return client
 straight = begin()
-losses = []
 path = straight.save_state("middle").result().path
-say(name="straight", path=late(straight), losses=losses)
-losses = []
-say(name="with optimizer", losses=losses,
-    path=late(service.create_training_client_from_state_with_optimizer(path)))
-losses = []
-say(name="without", losses=losses, path=late(service.create_training_client_from_state(path)))
-losses = []
+go_on("straight", straight)
+go_on("with optimizer", with_optimizer(path))
+go_on("without", service.create_training_client_from_state(path))
 old = lora(rank=GIVEN, seed=99)
 step(old, "something else")
 old.load_state_with_optimizer(path).result()
-say(name="loaded", losses=losses, path=late(old))
-losses = []
+go_on("loaded", old)
 plain = lora(rank=GIVEN, seed=98)
 plain.forward_backward([datum("left over")], "cross_entropy").result()
 plain.load_state(path).result()
-say(name="plain", losses=losses, path=late(plain))
+go_on("plain", plain)
+pending = begin()
+pending.forward_backward([datum("pending")], "cross_entropy").result()
+halfway = pending.save_state("halfway").result().path
+go_on("pending", pending)
+go_on("halfway", with_optimizer(halfway))
+kept = with_optimizer(path)
+assert straight.save_state("middle", overwrite=True).result().path == path
+go_on("kept", kept)
+say(name="later", path=published(with_optimizer(path)))
+say(name="now", path=published(straight))
 """
 
 
@@ -145,102 +148,17 @@ say(name="plain", losses=losses, path=late(plain))
 def test_going_on_from_a_save_is_not_having_stopped(there: House, rank: int) -> None:
     """Weights and optimizer: bit for bit, in a new model and in one that was something else.
 
-    Without the optimizer it is another way, the same from a new model and by `load_state`.
+    - Without the optimizer it is another way, the same from a new model and by `load_state`.
+    - Gradients are not part of a save: whoever loads it begins without, the saved one keeps them.
+    - `overwrite`: the path has the new weights; a model that loaded the old ones keeps these.
     """
     said = {one["name"]: one for one in run(there, RESUMED, rank)}
     state = {name: digest(there, one["path"]) for name, one in said.items()}
     assert said["with optimizer"]["losses"] == said["straight"]["losses"]
-    assert state["with optimizer"] == state["straight"]
-    assert state["loaded"] == state["straight"]
+    for name in ("with optimizer", "loaded", "halfway", "kept"):
+        assert state[name] == state["straight"], name
     assert state["without"] != state["straight"]
     assert state["plain"] == state["without"]
     assert said["without"]["losses"][0] == said["straight"]["losses"][0], "other weights"
-
-
-HALFWAY = """
-def end(client):
-    step(client, "more")
-    return published(client)
-client = lora()
-step(client, "first")
-client.forward_backward([datum("pending")], "cross_entropy").result()
-path = client.save_state("pending").result().path
-say(name="straight", path=end(client))
-say(name="resumed", path=end(service.create_training_client_from_state_with_optimizer(path)))
-clean = lora()
-step(clean, "first")
-say(name="clean", path=end(clean))
-"""
-
-
-@pytest.mark.long
-def test_gradients_are_not_part_of_a_save(there: House) -> None:
-    """A save between forward_backward and optim_step: whoever loads it begins without gradients,
-    and the model that was saved keeps them.
-    """
-    said = {one["name"]: digest(there, one["path"]) for one in run(there, HALFWAY)}
-    assert said["resumed"] == said["clean"]
-    assert said["straight"] != said["clean"]
-
-
-OVERWRITTEN = """
-client = lora()
-step(client, "first")
-path = client.save_state("same").result().path
-kept = service.create_training_client_from_state_with_optimizer(path)
-step(client, "second")
-assert client.save_state("same", overwrite=True).result().path == path
-later = service.create_training_client_from_state_with_optimizer(path)
-say(kept=published(kept), later=published(later), now=published(client))
-"""
-
-
-@pytest.mark.long
-def test_a_save_that_is_replaced(there: House) -> None:
-    """`overwrite`: the path has the new weights; who loaded the old ones keeps these."""
-    (said,) = run(there, OVERWRITTEN)
-    assert digest(there, said["later"]) == digest(there, said["now"])
-    assert digest(there, said["kept"]) != digest(there, said["now"])
-
-
-def test_a_new_adapter_changes_nothing(there: House, accumulated: dict[str, Any]) -> None:
-    """Before the first step every B is zero: the model scores as its base."""
-    for name, tensor in tensors(there, accumulated["untouched"]["path"]).items():
-        if ".lora_B." in name:
-            assert torch.count_nonzero(tensor) == 0, name
-
-
-ABOUT = """
-client = lora(rank=4)
-info = client.get_info()
-tokens = client.get_tokenizer().encode("hello, world")
-say(rank=info.lora_rank, is_lora=info.is_lora, base=info.model_data.model_name,
-    same=tokens == encode("hello, world"), full=lora(rank=0).get_info().is_lora,
-    models=[(one.model_name, one.max_context_length)
-        for one in service.get_server_capabilities().supported_models])
-path = client.save_state("end").result().path
-service.close("success").result()
-service = tinker.ServiceClient(
-    base_url=os.environ["HOUSE_URL"], api_key=os.environ["HOUSE_KEY"])
-from tinker.lib.public_interfaces.training_client import TrainingClient
-late = TrainingClient(service.holder, model_seq_id=0, model_id=client.model_id)
-late._request_id_counter = late._turn_counter = 7  # as if it had gone on with its numbers
-attempt("late", lambda: step(late, "too late"))
-attempt("saved", lambda: step(service.create_training_client_from_state(path), "on"))
-"""
-
-
-@pytest.mark.long
-def test_what_a_client_can_ask_about(there: House) -> None:
-    """Rank, base and tokenizer of a model; a closed session is gone, what it saved is not."""
-    about, late, saved = run(there, ABOUT)
-    assert about == {
-        "rank": 4,
-        "is_lora": True,
-        "base": "holdfast/tiny",
-        "same": True,
-        "full": False,
-        "models": [["holdfast/tiny", 512]],
-    }
-    assert late["status"] == 410, late
-    assert saved["error"] is None, saved
+    assert state["pending"] != state["straight"]
+    assert state["later"] == state["now"]

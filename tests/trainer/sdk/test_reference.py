@@ -104,7 +104,7 @@ def test_a_loss_and_its_gradient_are_those_of_pytorch(
     total = reference.backward(model, name, data, LOSSES[name])
     assert said["metrics"]["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-4)
     assert said["norm"] == pytest.approx(Adam(model).step(**ADAM), rel=1e-4)
-    close(tensors(there, said["path"]), dict(model.named_parameters()))
+    close(tensors(there, said["path"]), reference.trained(model))
     if "clip_low_threshold" in LOSSES[name]:
         assert 0 < said["metrics"]["clipped_tokens:sum"] < sum(LENGTHS), "nothing was clipped"
 
@@ -193,12 +193,7 @@ def test_several_steps_are_those_of_adamw(there: House, data: list[Example], ran
         norms.append(adam.step(**settings))
     assert said["norms"] == pytest.approx(norms, rel=1e-3)
     assert norms[0] > 5.0, "nothing was clipped"
-    trained = {
-        name.replace(".default.", "."): one
-        for name, one in model.named_parameters()
-        if one.requires_grad
-    }
-    close(tensors(there, said["after"]), trained)
+    close(tensors(there, said["after"]), reference.trained(model))
     # What was published is a folder that others load: it scores as the trainer does.
     where = folder(there, said["after"])
     again = load(base(there), where) if rank else load(where)
@@ -240,9 +235,4 @@ def test_a_loss_of_the_clients_own(there: House, data: list[Example], tmp_path: 
     Adam(model).step(**ADAM)
     assert said["metrics"]["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert said["metrics"]["seen"] == sum(LENGTHS)
-    trained = {
-        name.replace(".default.", "."): one
-        for name, one in model.named_parameters()
-        if one.requires_grad
-    }
-    close(tensors(there, said["after"]), trained)
+    close(tensors(there, said["after"]), reference.trained(model))

@@ -89,14 +89,7 @@ def test_unloading_and_sampling_are_done_once(session: Session) -> None:
     samplers = {session.post("create_sampling_session", maker).raw for _ in range(3)}
     assert len(samplers) == 1
     sampler = session.post("create_sampling_session", maker).json["sampling_session_id"]
-    text = {"type": "encoded_text", "tokens": A}
-    sample = {
-        "sampling_session_id": sampler,
-        "seq_id": 0,
-        "num_samples": 2,
-        "prompt": {"chunks": [text]},
-        "sampling_params": {"max_tokens": 5},
-    }
+    sample = session.sample(sampler, 0, A, max_tokens=5) | {"num_samples": 2}
     answers = at_once([lambda: session.post("asample", sample)] * 4)
     (request,) = {promised(answer) for answer in answers}
     assert len(answers[0].json["sample_sequence_ids"]) == 2
@@ -187,38 +180,23 @@ def test_a_number_that_never_comes(there: House, session: Session) -> None:
     assert end(there, model, 4) == twin(there, session, "A", "step")
 
 
-def test_a_bad_operation_uses_its_number_up(there: House, session: Session) -> None:
-    """Refused by its form or by its data: the promise fails as the user's, again and again, and
-    those behind it do not wait.
-    """
-    model = session.model()
-    bad = model.backward(1, [1, 2, 5000])
-    worse = ("optim_step", model.body(2, adam_params={"learning_rate": -1}))
-    cut = ("optim_step", b'{"model_id": "%s", "seq_id": 3, "adam_params": {"eps": NaN}}'
-           % model.name.encode())  # fmt: skip
-    began = time.monotonic()
-    for operation in (bad, worse, cut):
-        (request,) = {promised(model.send(operation)) for _ in range(2)}
-        assert session.wait(request).json["category"] == "user"
-    model.do(model.backward(4, A))
-    model.do(model.step(5))
-    assert time.monotonic() - began < GAP_S, "somebody waited"
-    assert end(there, model, 6) == twin(there, session, "A", "step")
-
-
 def test_any_numbered_request_uses_its_number_up(there: House, session: Session) -> None:
-    """Whatever is refused under a number, of an endpoint that nobody knows or of one that refuses
-    it for any reason, is a promise that fails as the user's; those behind it do not wait."""
+    """Refused by its form, by its data, by an endpoint that nobody knows or for any other reason:
+    a promise that fails as the user's, again and again; those behind it do not wait."""
     model = session.model()
-    both = model.body(3, path="tinker://x/weights/y", optimizer=False, session_id=session.id)
+    both = model.body(6, path="tinker://x/weights/y", optimizer=False, session_id=session.id)
+    cut = b'{"model_id": "%s", "seq_id": 3, "adam_params": {"eps": NaN}}' % model.name.encode()
     refused: list[tuple[str, Any, str]] = [
-        ("no_such_operation", model.body(1), JSON),
-        ("no_such_operation", message_of(model.name, 2), PROTOBUF),
+        (*model.backward(1, [1, 2, 5000]), JSON),
+        ("optim_step", model.body(2, adam_params={"learning_rate": -1}), JSON),
+        ("optim_step", cut, JSON),
+        ("no_such_operation", model.body(4), JSON),
+        ("no_such_operation", message_of(model.name, 5), PROTOBUF),
         ("load_weights", both, JSON),
-        ("load_weights", model.body(4, path="x", optimizer=False, session_id=7), JSON),
-        ("forward_backward_references", model.body(5), JSON),
-        ("forward_backward_references", model.body(6, data=[], loss_fn="ppo"), JSON),
-        ("optim_step/", model.body(7), JSON),
+        ("load_weights", model.body(7, path="x", optimizer=False, session_id=7), JSON),
+        ("forward_backward_references", model.body(8), JSON),
+        ("forward_backward_references", model.body(9, data=[], loss_fn="ppo"), JSON),
+        ("optim_step/", model.body(10), JSON),
     ]
     began = time.monotonic()
     for name, body, kind in refused:
@@ -227,10 +205,10 @@ def test_any_numbered_request_uses_its_number_up(there: House, session: Session)
         said = session.wait(request).json
         assert said["category"] == "user", (name, said)
         assert said["error"], name
-    model.do(model.backward(8, A))
-    model.do(model.step(9))
+    model.do(model.backward(11, A))
+    model.do(model.step(12))
     assert time.monotonic() - began < GAP_S, "somebody waited"
-    assert end(there, model, 10) == twin(there, session, "A", "step")
+    assert end(there, model, 13) == twin(there, session, "A", "step")
     for body in ({}, {"model_id": model.name}, {"model_id": "nobody", "seq_id": 1}):
         assert session.post("no_such_operation", body).status == 404
 
@@ -239,13 +217,6 @@ def message_of(model: str, seq: int) -> bytes:
     """A message in protobuf, of whatever kind, that begins as all operations do."""
     name = model.encode()
     return bytes([0x0A, len(name)]) + name + bytes([0x10, seq]) + bytes([0x7A, 1, 0])
-
-
-@pytest.mark.parametrize("seq", [0, -1, 2**31, 1.5, "1", None])
-def test_what_is_no_number(session: Session, seq: object) -> None:
-    """A request without a number is refused at once."""
-    body = {"model_id": f"{session.id}-0", "seq_id": seq, "adam_params": {}}
-    assert session.post("optim_step", body).status == 400
 
 
 def test_two_clients_with_one_model(there: House, session: Session) -> None:
@@ -260,30 +231,6 @@ def test_two_clients_with_one_model(there: House, session: Session) -> None:
     shared = [promised(answer) for answer in at_once([lambda: model.send(model.step(2))] * 2)]
     assert shared[0] == shared[1]
     assert end(there, model, 3) == twin(there, session, won, "step")
-
-
-TWO = """
-from tinker.lib.public_interfaces.training_client import TrainingClient
-first = lora()
-second = TrainingClient(service.holder, model_seq_id=0, model_id=first.model_id)
-first.forward_backward([datum("mine")], "cross_entropy").result()
-attempt("other", lambda: second.forward_backward([datum("theirs")], "cross_entropy").result())
-attempt("on", lambda: first.optim_step(types.AdamParams(learning_rate=1e-2)).result())
-say(path=first.save_state("end").result().path)
-alone = lora()
-step(alone, "mine", rate=1e-2)
-say(path=alone.save_state("end").result().path)
-"""
-
-
-@pytest.mark.long
-def test_two_libraries_with_one_model(there: House) -> None:
-    """The second one hears `BadRequestError`; the first goes on, unharmed."""
-    other, on, both, alone = programs.run(there, TWO)
-    assert other["error"] == "BadRequestError"
-    assert "two clients" in other["text"]
-    assert on["error"] is None
-    assert digest(there, both["path"]) == digest(there, alone["path"])
 
 
 MESSAGE = """
@@ -327,13 +274,7 @@ def test_the_same_operation_in_every_coding(there: House, session: Session) -> N
 
 def greedy(session: Session, sampler: str, seq: int) -> Any:
     """What a sampling session continues with."""
-    text = {"type": "encoded_text", "tokens": A}
-    sample = {
-        "sampling_session_id": sampler,
-        "seq_id": seq,
-        "prompt": {"chunks": [text]},
-        "sampling_params": {"max_tokens": 6, "temperature": 0.0, "stop": []},
-    }
+    sample = session.sample(sampler, seq, A, max_tokens=6, temperature=0.0, stop=[])
     return session.wait(promised(session.post("asample", sample))).json["sequences"]
 
 

@@ -75,6 +75,19 @@ class Session:
             **changes,
         }
 
+    def sample(self, sampler: str, seq: int, tokens: list[int], **params: Any) -> dict[str, Any]:
+        """The body of a request to continue these tokens."""
+        return {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            "sampling_params": params,
+        }
+
+    def result(self, name: str, body: Any) -> Any:
+        """What came of a request, in JSON."""
+        return self.wait(promised(self.post(name, body))).json
+
     def model(self) -> "Model":
         """A new model."""
         request = promised(self.post("create_model", self.create()))

@@ -12,6 +12,30 @@ from typing import Any
 
 Spec = dict[str, Any]
 
+HOMES = {
+    "tinker": ("tinker", "tinker"),
+    "fireworks": ("fireworks.training.sdk", "fireworks.training.sdk._core"),
+}
+"""Where a library has its types, and where all the rest."""
+
+
+def kind_of(ask: Spec) -> Any:
+    """The class of a library that is asked for; `module`: it is not among the library's types."""
+    module = ask.get("module")
+    home = f"{HOMES[ask['library']][0]}.types" + (f".{module}" if module else "")
+    return getattr(import_module(home), ask["name"])
+
+
+def inner(library: str, name: str) -> Any:
+    """One of a library's own modules."""
+    return import_module(f"{HOMES[library][1]}.{name}")
+
+
+def posted(library: str, model: Any) -> bytes:
+    """The JSON that a library makes of a request."""
+    dump = inner(library, "_compat").model_dump
+    return json.dumps(dump(model, exclude_unset=False, exclude_none=True, mode="json")).encode()
+
 
 def numbers(array: Any) -> list[Any]:
     """Flat and exact: JSON would lose what is not finite."""
@@ -32,8 +56,6 @@ def tensor(types: Any, spec: Spec) -> Any:
 
 def datum(types: Any, spec: Spec) -> Any:
     chunks = [types.EncodedTextChunk(tokens=tokens) for tokens in spec["chunks"]]
-    if spec.get("image"):
-        chunks.append(types.ImageChunk(data=b"png", format="png"))
     inputs = {name: tensor(types, one) for name, one in spec["inputs"].items()}
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
@@ -44,13 +66,10 @@ def request(types: Any, spec: Spec, *, forward: bool = False) -> Any:
         loss_fn=spec["loss"],
         loss_fn_config=spec["config"],
     )
+    at = {"model_id": spec["model"], "seq_id": spec["seq"]}
     if forward:
-        return types.ForwardRequest(
-            forward_input=given, model_id=spec["model"], seq_id=spec["seq"]
-        )
-    return types.ForwardBackwardRequest(
-        forward_backward_input=given, model_id=spec["model"], seq_id=spec["seq"]
-    )
+        return types.ForwardRequest(forward_input=given, **at)
+    return types.ForwardBackwardRequest(forward_backward_input=given, **at)
 
 
 def encode_tinker(ask: Spec) -> bytes:
@@ -67,28 +86,19 @@ def encode_tinker(ask: Spec) -> bytes:
 def encode_fireworks(ask: Spec) -> bytes:
     """The JSON that `fireworks-ai` posts to forward or forward_backward."""
     types = import_module("fireworks.training.sdk.types")
-    convert = import_module("fireworks.training.sdk._core.lib._pydantic_conv")
-    dump = import_module("fireworks.training.sdk._core._compat").model_dump
-    model = convert.to_pydantic_request(request(types, ask["spec"], forward=ask["forward"]))
-    return json.dumps(dump(model, exclude_unset=False, exclude_none=True, mode="json")).encode()
+    asked = request(types, ask["spec"], forward=ask["forward"])
+    convert = inner("fireworks", "lib._pydantic_conv").to_pydantic_request
+    return posted("fireworks", convert(asked))
 
 
 def encode_model(ask: Spec) -> bytes:
     """The JSON of any other request, made by the library's own class."""
-    package = {"tinker": "tinker", "fireworks": "fireworks.training.sdk"}[ask["library"]]
-    compat = "tinker._compat" if package == "tinker" else f"{package}._core._compat"
-    types = import_module(f"{package}.types")
-    module = ask.get("module")
-    home = import_module(f"{package}.types.{module}") if module else types
-    model = getattr(home, ask["name"])(**ask["fields"])
-    dump = import_module(compat).model_dump
-    return json.dumps(dump(model, exclude_unset=False, exclude_none=True, mode="json")).encode()
+    return posted(ask["library"], kind_of(ask)(**ask["fields"]))
 
 
 def decode_protobuf(ask: Spec) -> Spec:
     """What either library makes of a protobuf answer."""
-    package = {"tinker": "tinker", "fireworks": "fireworks.training.sdk._core"}[ask["library"]]
-    conv = import_module(f"{package}.proto.response_conv")
+    conv = inner(ask["library"], "proto.response_conv")
     body = base64.b64decode(ask["body"])
     if ask["name"] == "ForwardBackwardOutput":
         return output(conv.deserialize_forward_backward_output(body))
@@ -133,14 +143,8 @@ def matrix(said: Any) -> Any:
 
 def decode_json(ask: Spec) -> Any:
     """What either library makes of a JSON answer, through the path that its futures take."""
-    package = {"tinker": "tinker", "fireworks": "fireworks.training.sdk"}[ask["library"]]
-    core = package if package == "tinker" else f"{package}._core"
-    conv = import_module(f"{core}.lib._pydantic_conv")
-    types = import_module(f"{package}.types")
-    module = ask.get("module")
-    home = import_module(f"{package}.types.{module}") if module else types
-    kind = getattr(home, ask["name"])
-    said = conv.deserialize_json_response(json.loads(base64.b64decode(ask["body"])), kind)
+    read = inner(ask["library"], "lib._pydantic_conv").deserialize_json_response
+    said = read(json.loads(base64.b64decode(ask["body"])), kind_of(ask))
     if ask["name"] == "ForwardBackwardOutput":
         return output(said)
     if ask["name"] == "SampleResponse":
@@ -175,21 +179,10 @@ def schema(_: Spec) -> Spec:
 
 def main() -> None:
     """Answer until the input ends."""
-    does = {
-        one.__name__: one
-        for one in (
-            encode_tinker,
-            encode_fireworks,
-            encode_model,
-            decode_protobuf,
-            decode_json,
-            schema,
-        )
-    }
     for line in sys.stdin:
         ask = json.loads(line)
         try:
-            said = does[ask.pop("do")](ask)
+            said = globals()[ask.pop("do")](ask)
             if isinstance(said, bytes):
                 said = base64.b64encode(said).decode()
             line = json.dumps({"ok": said})

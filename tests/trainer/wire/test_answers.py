@@ -1,7 +1,6 @@
 """Answers as such: their status, their size, and that they are functions of the outcome."""
 
 import json
-import pickle
 
 import msgspec
 import pytest
@@ -111,12 +110,6 @@ def test_a_wait_that_the_error_asks_for_is_passed_on() -> None:
     error = Conflict("x")
     error.retry_after_s = 1.5
     assert ("retry-after-ms", "1500") in answers.refusal(error).headers
-
-
-def test_a_bad_operation_crosses_processes_whole() -> None:
-    """Model and number survive pickling, as all errors do."""
-    back = pickle.loads(pickle.dumps(BadOp("x", model="m", seq=7)))
-    assert (str(back), back.model, back.seq) == ("x", "m", 7)
 
 
 def test_what_is_not_finite_is_null_in_json() -> None:

@@ -126,8 +126,9 @@ def test_bad_messages() -> None:
         many.data.add()
     unnamed = message()
     unnamed.loss_fn = ""
-    audio = message()
+    audio, image = message(), message()
     audio.data[0].model_input.add().dmel.SetInParent()
+    image.data[0].model_input.add().image.SetInParent()
     valueless = message()
     valueless.loss_fn_config_v2["beta"].SetInParent()
     full = message()
@@ -138,6 +139,7 @@ def test_bad_messages() -> None:
         (many, "4 datums"),
         (unnamed, "loss_fn"),
         (audio, "'dmel' are not supported"),
+        (image, "datum 0.*'image' are not supported"),
         (valueless, "no value for 'beta'"),
         (full, "more than 32"),
     ):

@@ -16,27 +16,24 @@ ADAM = "adam_params"
 PROMPT = {"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, "sampling_params": {}}
 BASE = {**PROMPT, "base_model": "b"}
 MODEL = {"session_id": "s", "model_seq_id": 0, "base_model": "b"}
+BAD_ADAM = {"learning_rate": -1, "beta1": 1, "beta2": -0.1, "eps": 0, "grad_clip_norm": -1,
+            "weight_decay": "x"}  # fmt: skip
+BAD_NAMES = ("a/b", "../x", ".hidden", "-x", "", "x" * 129, "x\n")
+BAD_PARAMS = [
+    *(("max_tokens", 0), ("temperature", -1), ("seed", 2**63)),
+    *(("top_p", 0), ("top_p", 1.5), ("top_k", 0), ("top_k", -2)),
+    *(("stop", [""]), ("stop", [-1]), ("stop", [1, 2, 3])),
+]
 
 
 @pytest.mark.parametrize(
     ("ask", "fields", "why"),
     [
         (requests.optim_step, {}, "adam_params"),
-        (requests.optim_step, {ADAM: {"learning_rate": -1}}, "learning_rate"),
-        (requests.optim_step, {ADAM: {"beta1": 1}}, "beta1"),
-        (requests.optim_step, {ADAM: {"beta2": -0.1}}, "beta2"),
-        (requests.optim_step, {ADAM: {"eps": 0}}, "eps"),
-        (requests.optim_step, {ADAM: {"grad_clip_norm": -1}}, "grad_clip_norm"),
-        (requests.optim_step, {ADAM: {"weight_decay": "x"}}, "weight_decay"),
+        *((requests.optim_step, {ADAM: {key: bad}}, key) for key, bad in BAD_ADAM.items()),
         (requests.optim_step, {ADAM: {}, "grad_accumulation_normalization": "num_sequences"},
          "divide"),
-        (requests.save_weights, {"path": "a/b"}, "path"),
-        (requests.save_weights, {"path": "../x"}, "path"),
-        (requests.save_weights, {"path": ".hidden"}, "path"),
-        (requests.save_weights, {"path": "-x"}, "path"),
-        (requests.save_weights, {"path": ""}, "path"),
-        (requests.save_weights, {"path": "x" * 129}, "path"),
-        (requests.save_weights, {"path": "x\n"}, "path"),
+        *((requests.save_weights, {"path": bad}, "path") for bad in BAD_NAMES),
         (requests.save_weights, {"ttl_seconds": 0}, "ttl_seconds"),
         (requests.save_weights_for_sampler, {"path": "x", "sampling_session_seq_id": 1},
          "exclude"),
@@ -100,17 +97,9 @@ def test_bad_operations(ask: Callable[[bytes], Any], fields: dict[str, Any], why
         (sampling.asample, BASE | {"prompt_logprobs_last_n": 1}, "needs `prompt_logprobs`"),
         (sampling.asample, BASE | {"prompt_logprobs_last_n": 3, "prompt_logprobs": True},
          "longer"),
-        (sampling.asample, BASE | {"sampling_params": {"max_tokens": 0}}, "max_tokens"),
-        (sampling.asample, BASE | {"sampling_params": {"temperature": -1}}, "temperature"),
-        (sampling.asample, BASE | {"sampling_params": {"top_p": 0}}, "top_p"),
-        (sampling.asample, BASE | {"sampling_params": {"top_p": 1.5}}, "top_p"),
-        (sampling.asample, BASE | {"sampling_params": {"top_k": 0}}, "top_k"),
-        (sampling.asample, BASE | {"sampling_params": {"top_k": -2}}, "top_k"),
-        (sampling.asample, BASE | {"sampling_params": {"seed": 2**63}}, "seed"),
+        *((sampling.asample, BASE | {"sampling_params": {key: bad}}, key)
+          for key, bad in BAD_PARAMS),
         (sampling.asample, BASE | {"sampling_params": {"stop": ["a", 1]}}, "not both"),
-        (sampling.asample, BASE | {"sampling_params": {"stop": [""]}}, "stop"),
-        (sampling.asample, BASE | {"sampling_params": {"stop": [-1]}}, "stop"),
-        (sampling.asample, BASE | {"sampling_params": {"stop": [1, 2, 3]}}, "stop"),
         (sampling.retrieve_future, {}, "request_id"),
         (sampling.retrieve_futures, {"target": {"type": "x", "sampling_session_id": "s"}}, "'x'"),
         (sampling.cancel_future, {"request_id": ""}, "request_id"),

@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.trainer import ops
 from holdfast.trainer.wire import data
-from holdfast.trainer.wire.body import JSON, PROTOBUF, BadOp, Numbered, read_body
+from holdfast.trainer.wire.body import PROTOBUF, Numbered, read_body
 
 from .conftest import Codec
 
@@ -120,17 +119,3 @@ def test_fireworks_data(sdk: Codec, spec: dict[str, Any], forward: bool) -> None
         sdk.encode("encode_tinker", spec=spec, forward=forward, zstd=False), PROTOBUF
     )
     assert ops.identity(said.op) == ops.identity(told.op)
-
-
-def test_images_are_refused_by_name(sdk: Codec) -> None:
-    """A chunk that is not text is the user's error, and uses its number up."""
-    datum = {"chunks": [[1]], "inputs": {}, "image": True}
-    spec = {"data": [datum], "loss": "ppo", "config": None, "model": "m", "seq": 9}
-    sent = (
-        (sdk.encode("encode_tinker", spec=spec, forward=False, zstd=False), PROTOBUF),
-        (sdk.encode("encode_fireworks", spec=spec, forward=False), JSON),
-    )
-    for body, kind in sent:
-        with pytest.raises(BadOp, match=r"datum 0.*'image' are not supported") as caught:
-            data.forward_backward(body, kind)
-        assert (caught.value.model, caught.value.seq) == ("m", 9)

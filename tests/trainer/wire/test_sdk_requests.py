@@ -14,75 +14,105 @@ from holdfast.trainer.wire.body import BadOp, Numbered
 from .conftest import Codec
 
 Read = Callable[[bytes], Any]
+Row = tuple[str, Read, str, dict[str, Any], Any]
+"""Which libraries send it, who reads it, the library's class, its fields, and what is meant."""
 
+BOTH, TINKER, FIREWORKS = "tinker fireworks", "tinker", "fireworks"
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-ADAM = {"learning_rate": 0.5, "grad_clip_norm": 2}
 TOKENS = np.asarray([1, 2, 3], dtype="<i4").tobytes()
+PATH = "tinker://m/weights/a"
+BASE = {"base_model": "b", "prompt": PROMPT, "sampling_params": {}}
+NEW = {"session_id": "s", "model_seq_id": 0, "base_model": "b/m"}
+OF_SESSION = {"sampling_session_id": "s", "seq_id": 999_999_999_000_000_123, "prompt": PROMPT}
+MODULES = {
+    "FutureRetrieveRequest": "future_retrieve_request",
+    "FuturesRetrieveRequest": "futures_retrieve_request",
+    "JoinSamplingSessionRequest": "join_sampling_session_request",
+    "SessionHeartbeatRequest": "session_heartbeat_request",
+}
+"""Where the libraries have classes that are not among their `types`."""
 
 
 def longs(*values: int) -> bytes:
     return np.asarray(values, dtype="<i8").tobytes()
 
 
-SENT: list[tuple[Read, str, dict[str, Any], Any]] = [
-    (
+def operation(read: Read, name: str, op: ops.Op, **fields: Any) -> Row:
+    """An operation of a model."""
+    return BOTH, read, name, {"model_id": "m", "seq_id": 3, **fields}, Numbered("m", 3, op)
+
+
+def created(lora: dict[str, Any], want: ops.Lora | None, libraries: str = BOTH) -> Row:
+    """A new model."""
+    fields = {**NEW, "lora_config": lora, "user_metadata": {"a": "x", "n": [1]}}
+    op = ops.CreateModel(session="s", base="b/m", lora=want, metadata={"a": "x", "n": "[1]"})
+    read = requests.create_model
+    return libraries, read, "CreateModelRequest", fields, requests.NewModel("s", 0, op)
+
+
+def scored(given: dict[str, Any], want: ops.Cells) -> Row:
+    """A sample that asks for tokens along the prompt."""
+    fields = {**BASE, "target_prompt_logprobs": given, "prompt_alt_tokens_k": 4}
+    op = ops.Sample(prompt=TOKENS, target_prompt=want, prompt_alternatives=4)
+    return TINKER, sampling.asample, "SampleRequest", fields, sampling.Sampling(base="b", op=op)
+
+
+SENT: list[Row] = [
+    operation(
         requests.optim_step,
         "OptimStepRequest",
-        {"adam_params": ADAM, "model_id": "m", "seq_id": 3},
-        Numbered("m", 3, ops.OptimStep(learning_rate=0.5, grad_clip_norm=2.0)),
+        ops.OptimStep(learning_rate=0.5, grad_clip_norm=2.0),
+        adam_params={"learning_rate": 0.5, "grad_clip_norm": 2},
     ),
-    (
+    operation(
         requests.save_weights,
         "SaveWeightsRequest",
-        {"model_id": "m", "seq_id": 3, "path": "a-1", "ttl_seconds": 9, "overwrite": True},
-        Numbered("m", 3, ops.SaveWeights(name="a-1", ttl_s=9, overwrite=True)),
+        ops.SaveWeights(name="a-1", ttl_s=9, overwrite=True),
+        path="a-1",
+        ttl_seconds=9,
+        overwrite=True,
     ),
-    (
+    operation(
         requests.save_weights_for_sampler,
         "SaveWeightsForSamplerRequest",
-        {"model_id": "m", "seq_id": 3, "path": "a-1"},
-        Numbered("m", 3, ops.SaveForSampler(name="a-1")),
+        ops.SaveForSampler(name="a-1"),
+        path="a-1",
     ),
-    (
+    operation(
         requests.save_weights_for_sampler,
         "SaveWeightsForSamplerRequest",
-        {"model_id": "m", "seq_id": 3, "sampling_session_seq_id": 0},
-        Numbered("m", 3, ops.SaveForSampler(session_seq=0)),
+        ops.SaveForSampler(session_seq=0),
+        sampling_session_seq_id=0,
     ),
-    (
+    operation(
         requests.load_weights,
         "LoadWeightsRequest",
-        {"model_id": "m", "seq_id": 1, "path": "tinker://m/weights/a", "optimizer": True},
-        Numbered("m", 1, ops.LoadWeights(path="tinker://m/weights/a", optimizer=True)),
+        ops.LoadWeights(path=PATH, optimizer=True),
+        path=PATH,
+        optimizer=True,
     ),
     (
-        requests.create_model,
-        "CreateModelRequest",
-        {
-            "session_id": "s",
-            "model_seq_id": 0,
-            "base_model": "b/m",
-            "lora_config": {"rank": 8, "seed": 5, "train_mlp": False},
-            "user_metadata": {"a": "x", "n": [1]},
-        },
+        TINKER,
+        requests.load_weights,
+        "LoadWeightsRequest",
+        {"session_id": "s", "model_seq_id": 1, "path": PATH, "optimizer": False},
         requests.NewModel(
-            "s",
-            0,
-            ops.CreateModel(
-                session="s",
-                base="b/m",
-                lora=ops.Lora(rank=8, seed=5, train_mlp=False),
-                metadata={"a": "x", "n": "[1]"},
-            ),
+            "s", 1, ops.CreateModel(session="s", base="", load=ops.LoadWeights(path=PATH))
         ),
     ),
+    created({"rank": 8, "seed": 5, "train_mlp": False}, ops.Lora(rank=8, seed=5, train_mlp=False)),
+    # Fireworks' client asks for full training with a rank of 0, and for LoRA with alpha 32.
+    created({"rank": 0}, None, FIREWORKS),
+    created({"rank": 4, "alpha": 32}, ops.Lora(rank=4), FIREWORKS),
     (
+        BOTH,
         sampling.create_sampling_session,
         "CreateSamplingSessionRequest",
-        {"session_id": "s", "sampling_session_seq_id": 2, "model_path": "tinker://m/w/a"},
-        sampling.NewSampler(session="s", sampler_seq=2, path="tinker://m/w/a"),
+        {"session_id": "s", "sampling_session_seq_id": 2, "model_path": PATH},
+        sampling.NewSampler(session="s", sampler_seq=2, path=PATH),
     ),
     (
+        BOTH,
         sampling.asample,
         "SampleRequest",
         {
@@ -90,7 +120,14 @@ SENT: list[tuple[Read, str, dict[str, Any], Any]] = [
             "seq_id": 0,
             "num_samples": 2,
             "prompt": PROMPT,
-            "sampling_params": {"max_tokens": 4, "seed": 7, "temperature": 0, "stop": ["x"]},
+            "sampling_params": {
+                "max_tokens": 4,
+                "seed": 7,
+                "temperature": 0,
+                "top_k": 3,
+                "top_p": 0.5,
+                "stop": ["x"],
+            },
             "prompt_logprobs": True,
             "topk_prompt_logprobs": 2,
         },
@@ -103,6 +140,8 @@ SENT: list[tuple[Read, str, dict[str, Any], Any]] = [
                 max_tokens=4,
                 seed=7,
                 temperature=0.0,
+                top_k=3,
+                top_p=0.5,
                 stop_strings=["x"],
                 prompt_logprobs=True,
                 topk_prompt_logprobs=2,
@@ -110,78 +149,12 @@ SENT: list[tuple[Read, str, dict[str, Any], Any]] = [
         ),
     ),
     (
-        sessions.create_session,
-        "CreateSessionRequest",
-        {"tags": ["t"], "user_metadata": {"k": "v"}, "sdk_version": "1"},
-        sessions.NewSession(["t"], "1", {"k": "v"}),
-    ),
-    (sessions.heartbeat, "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
-    (sessions.model_of, "GetInfoRequest", {"model_id": "m"}, "m"),
-    (sessions.model_of, "UnloadModelRequest", {"model_id": "m"}, "m"),
-    (
-        sampling.retrieve_future,
-        "FutureRetrieveRequest",
-        {"request_id": "r", "allow_metadata_only": True},
-        sampling.Poll("r", True),
-    ),
-]
-
-
-@pytest.mark.parametrize("library", ["tinker", "fireworks"])
-@pytest.mark.parametrize(("read", "name", "fields", "want"), SENT)
-def test_small_requests(
-    sdk: Codec, library: str, read: Read, name: str, fields: dict[str, Any], want: Any
-) -> None:
-    """Each of the small requests means the same from either library."""
-    modules = {"SessionHeartbeatRequest": "session_heartbeat_request"}
-    modules |= {"FutureRetrieveRequest": "future_retrieve_request"}
-    body = sdk.encode(
-        "encode_model", library=library, name=name, fields=fields, module=modules.get(name)
-    )
-    assert read(body) == want
-
-
-NEWER: list[tuple[Read, str, dict[str, Any], Any]] = [
-    (
-        requests.load_weights,
-        "load_weights_request:LoadWeightsRequest",
-        {"session_id": "s", "model_seq_id": 1, "path": "tinker://m/weights/a", "optimizer": False},
-        requests.NewModel(
-            "s",
-            1,
-            ops.CreateModel(
-                session="s", base="", load=ops.LoadWeights(path="tinker://m/weights/a")
-            ),
-        ),
-    ),
-    (
-        sampling.retrieve_futures,
-        "futures_retrieve_request:FuturesRetrieveRequest",
-        {
-            "target": {"sampling_session_id": "s", "cloned_sampler_id": 3},
-            "prev_cursor": 5,
-            "retrieved_request_ids": ["r"],
-        },
-        sampling.MultiPoll(sampling.Target("s", 3), 5, None, ["r"]),
-    ),
-    (
-        sampling.join_sampling_session,
-        "join_sampling_session_request:JoinSamplingSessionRequest",
-        {"sampling_session_id": "s"},
-        "s",
-    ),
-    (
+        TINKER,
         sampling.asample,
-        "sample_request:SampleRequest",
-        {
-            "sampling_session_id": "s",
-            "seq_id": 999_999_999_000_000_123,
-            "prompt": PROMPT,
-            "sampling_params": {"stop": []},
-            "prompt_logprobs": True,
-            "prompt_logprobs_last_n": 2,
-            "topk_sample_logprobs": 3,
-        },
+        "SampleRequest",
+        OF_SESSION
+        | {"sampling_params": {"stop": []}, "topk_sample_logprobs": 3}
+        | {"prompt_logprobs": True, "prompt_logprobs_last_n": 2},
         sampling.Sampling(
             session="s",
             seq=999_999_999_000_000_123,
@@ -194,137 +167,86 @@ NEWER: list[tuple[Read, str, dict[str, Any], Any]] = [
             ),
         ),
     ),
-    (
-        sampling.asample,
-        "sample_request:SampleRequest",
-        {
-            "base_model": "b",
-            "prompt": PROMPT,
-            "sampling_params": {},
-            "target_prompt_logprobs": {"data": [1, -1], "dtype": "int64", "shape": [2, 1]},
-            "prompt_alt_tokens_k": 4,
-        },
-        sampling.Sampling(
-            base="b",
-            op=ops.Sample(
-                prompt=TOKENS,
-                target_prompt=ops.Cells(shape=(2, 1), values=longs(1, -1)),
-                prompt_alternatives=4,
-            ),
-        ),
+    scored(
+        {"data": [1, -1], "dtype": "int64", "shape": [2, 1]},
+        ops.Cells(shape=(2, 1), values=longs(1, -1)),
+    ),
+    scored(
+        {"data": [7], "dtype": "int64", "shape": [2, 3]}
+        | {"sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [2]},
+        ops.Cells(shape=(2, 3), values=longs(7), crow=longs(0, 0, 1), col=longs(2)),
     ),
     (
-        sampling.asample,
-        "sample_request:SampleRequest",
+        BOTH,
+        sessions.create_session,
+        "CreateSessionRequest",
+        {"tags": ["t"], "user_metadata": {"k": "v"}, "sdk_version": "1"},
+        sessions.NewSession(["t"], "1", {"k": "v"}),
+    ),
+    (BOTH, sessions.heartbeat, "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
+    (BOTH, sessions.model_of, "GetInfoRequest", {"model_id": "m"}, "m"),
+    (BOTH, sessions.model_of, "UnloadModelRequest", {"model_id": "m"}, "m"),
+    (
+        BOTH,
+        sampling.retrieve_future,
+        "FutureRetrieveRequest",
+        {"request_id": "r", "allow_metadata_only": True},
+        sampling.Poll("r", True),
+    ),
+    (
+        TINKER,
+        sampling.retrieve_futures,
+        "FuturesRetrieveRequest",
         {
-            "base_model": "b",
-            "prompt": PROMPT,
-            "sampling_params": {},
-            "target_prompt_logprobs": {
-                "data": [7],
-                "dtype": "int64",
-                "shape": [2, 3],
-                "sparse_crow_indices": [0, 0, 1],
-                "sparse_col_indices": [2],
-            },
+            "target": {"sampling_session_id": "s", "cloned_sampler_id": 3},
+            "prev_cursor": 5,
+            "retrieved_request_ids": ["r"],
         },
-        sampling.Sampling(
-            base="b",
-            op=ops.Sample(
-                prompt=TOKENS,
-                target_prompt=ops.Cells(
-                    shape=(2, 3), values=longs(7), crow=longs(0, 0, 1), col=longs(2)
-                ),
-            ),
-        ),
+        sampling.MultiPoll(sampling.Target("s", 3), 5, None, ["r"]),
+    ),
+    (
+        TINKER,
+        sampling.join_sampling_session,
+        "JoinSamplingSessionRequest",
+        {"sampling_session_id": "s"},
+        "s",
     ),
 ]
 
 
-@pytest.mark.parametrize(("read", "name", "fields", "want"), NEWER)
-def test_newer_requests(
-    sdk: Codec, read: Read, name: str, fields: dict[str, Any], want: Any
+@pytest.mark.parametrize(("libraries", "read", "name", "fields", "want"), SENT)
+def test_small_requests(
+    sdk: Codec, libraries: str, read: Read, name: str, fields: dict[str, Any], want: Any
 ) -> None:
-    """What only `tinker` asks."""
-    module, _, name = name.partition(":")
-    body = sdk.encode("encode_model", library="tinker", name=name, fields=fields, module=module)
-    assert read(body) == want
+    """Each of the small requests means the same from every library that sends it."""
+    for library in libraries.split():
+        module = MODULES.get(name)
+        body = sdk.encode("encode_model", library=library, name=name, fields=fields, module=module)
+        assert read(body) == want
 
 
-REFUSED: list[tuple[Read, str, str, dict[str, Any], str]] = [
-    (
-        requests.optim_step,
-        "tinker",
-        "OptimStepRequest",
-        {
-            "optimizer_params": {"type": "dimuon", "learning_rate": 0.1},
-            "model_id": "m",
-            "seq_id": 3,
-        },
-        "'dimuon' is not supported",
-    ),
-    (
-        requests.create_model,
-        "tinker",
-        "CreateModelRequest",
-        {
-            "session_id": "s", "model_seq_id": 0, "base_model": "b",
-            "optimizer_config": {"type": "dimuon", "version": 1},
-        },
-        "'dimuon' is not supported",
-    ),
-    (
-        requests.create_model,
-        "fireworks",
-        "CreateModelRequest",
-        {
-            "session_id": "s", "model_seq_id": 0, "base_model": "b",
-            "lora_config": {"rank": 8, "alpha": 64},
-        },
-        "alpha",
-    ),
-    (
-        sampling.asample,
-        "tinker",
-        "SampleRequest",
-        {
-            "base_model": "b", "prompt": PROMPT, "sampling_params": {},
-            "record_stability_info": True,
-        },
-        "stable_reinforce",
-    ),
-    (
-        sampling.asample,
-        "tinker",
-        "SampleRequest",
-        {
-            "base_model": "b", "prompt": PROMPT, "sampling_params": {},
-            "target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]},
-        },
-        r"it has 2 rows",
-    ),
+DIMUON = {"type": "dimuon", "learning_rate": 0.1}
+TARGETS = {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}
+REFUSED: list[Row] = [
+    (TINKER, requests.optim_step, "OptimStepRequest",
+     {"optimizer_params": DIMUON, "model_id": "m", "seq_id": 3}, "'dimuon' is not supported"),
+    (TINKER, requests.create_model, "CreateModelRequest",
+     {**NEW, "optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon' is not supported"),
+    (FIREWORKS, requests.create_model, "CreateModelRequest",
+     {**NEW, "lora_config": {"rank": 8, "alpha": 64}}, "alpha"),
+    (TINKER, sampling.asample, "SampleRequest",
+     {**BASE, "record_stability_info": True}, "stable_reinforce"),
+    (TINKER, sampling.asample, "SampleRequest",
+     {**BASE, "target_prompt_logprobs": TARGETS}, "it has 2 rows"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("read", "library", "name", "fields", "why"), REFUSED)
+@pytest.mark.parametrize(("library", "read", "name", "fields", "why"), REFUSED)
 def test_what_we_cannot_do_is_refused(
-    sdk: Codec, read: Read, library: str, name: str, fields: dict[str, Any], why: str
+    sdk: Codec, library: str, read: Read, name: str, fields: dict[str, Any], why: str
 ) -> None:
     """Nothing that a library can ask for is silently done differently."""
     body = sdk.encode("encode_model", library=library, name=name, fields=fields)
     with pytest.raises(Mistake, match=why) as caught:
         read(body)
     assert isinstance(caught.value, BadOp) == (read is requests.optim_step)
-
-
-def test_fireworks_rank_0_means_all_weights(sdk: Codec) -> None:
-    """Fireworks' client asks for full training with a rank of 0, and for LoRA with alpha 32."""
-    for lora, want in (
-        ({"rank": 0}, None),
-        ({"rank": 4, "alpha": 32}, ops.Lora(rank=4)),
-    ):
-        fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": lora}
-        body = sdk.encode(
-            "encode_model", library="fireworks", name="CreateModelRequest", fields=fields
-        )
-        assert requests.create_model(body).op.lora == want

@@ -149,12 +149,7 @@ def _whole(outcome: Outcome, *, protobuf: bool) -> Answer:
                 "save_weights_for_sampler", path=outcome.path, sampling_session_id=session
             )
         case Published():
-            return typed(
-                "publish_weights",
-                channel=outcome.channel,
-                version=outcome.version,
-                content=outcome.content,
-            )
+            return typed("publish_weights", **msgspec.structs.asdict(outcome))
         case Done():
             return typed(outcome.what, model_id=outcome.model)
 
@@ -191,16 +186,11 @@ def completions(done: Sequence[tuple[str, int | None]], cursor: int) -> Answer:
 
     A size of None is a request that failed.
     """
-    said = [
-        {"state": "failed", "request_id": request}
-        if size is None
-        else {
-            "state": "finished",
-            "request_id": request,
-            "response_payload_uncompressed_size": size,
-        }
-        for request, size in done
-    ]
+    said: list[dict[str, Any]] = []
+    for request, size in done:
+        said.append({"state": "failed" if size is None else "finished", "request_id": request})
+        if size is not None:
+            said[-1]["response_payload_uncompressed_size"] = size
     return plain({"completions": said, "cursor": cursor})
 
 
@@ -257,6 +247,17 @@ def weights_info(base: str, lora: Lora | None) -> Answer:
 # ---- refusals ---------------------------------------------------------------------
 
 
+# The first that an error is one of: some are kinds of `Mistake`.
+_REFUSALS: tuple[tuple[type[HoldfastError], int, str], ...] = (
+    (NotFound, 404, "not_found"),
+    (TooLarge, 413, "too_large"),
+    (Denied, 403, "denied"),
+    (Mistake, 400, "bad_request"),
+    (Gone, 410, "gone"),
+    (Fenced, 421, "wrong_incarnation"),
+)
+
+
 def problem(status: int, code: str, message: str, **headers: str) -> Answer:
     """A request that could not be served. Our own 404 is sure, and need not be tried again."""
     if status == 404:
@@ -268,23 +269,11 @@ def problem(status: int, code: str, message: str, **headers: str) -> Answer:
 
 def refusal(error: HoldfastError) -> Answer:
     """What to say to whoever sent the request that raised this."""
-    message = str(error)
-    match error:
-        case NotFound():
-            return problem(404, "not_found", message)
-        case TooLarge():
-            return problem(413, "too_large", message)
-        case Denied():
-            return problem(403, "denied", message)
-        case Mistake():
-            return problem(400, "bad_request", message)
-        case Gone():
-            return problem(410, "gone", message)
-        case Fenced():
-            return problem(421, "wrong_incarnation", message)
-        case Retriable() | UnknownOutcome():
-            # Numbers tell duplicates, so sending it again is how its outcome becomes known.
-            wait_ms = str(max(200, int(error.retry_after_s * 1000)))
-            return problem(503, "try_again", message, retry_after_ms=wait_ms)
-        case _:
-            return problem(500, "internal", message)
+    if isinstance(error, Retriable | UnknownOutcome):
+        # Numbers tell duplicates, so sending it again is how its outcome becomes known.
+        wait_ms = str(max(200, int(error.retry_after_s * 1000)))
+        return problem(503, "try_again", str(error), retry_after_ms=wait_ms)
+    for kind, status, code in _REFUSALS:
+        if isinstance(error, kind):
+            return problem(status, code, str(error))
+    return problem(500, "internal", str(error))

@@ -7,8 +7,9 @@ operations know. A shape is compared with the bytes there are, and a sparse tens
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +20,7 @@ from holdfast.trainer.wire.body import Limits
 
 __all__ = [
     "Budget",
+    "TensorData",
     "cells_from_lists",
     "tensor_from_lists",
     "tensor_from_message",
@@ -35,6 +37,16 @@ _STORED = {
     schema.DTYPES["bfloat16"]: _HALF,
 }
 _MAX_RANK = 4
+
+
+class TensorData(msgspec.Struct):
+    """A tensor in JSON."""
+
+    data: list[int | float]
+    dtype: Literal["float32", "int64"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
 
 
 class Budget:
@@ -85,50 +97,34 @@ def tensor_from_message(message: Any, budget: Budget) -> Tensor:
     return _dense(_widen(_raw(data, stored)), shape, budget)
 
 
-def tensor_from_lists(
-    data: Sequence[float],
-    dtype: str,
-    shape: Sequence[int] | None,
-    crow: Sequence[int] | None,
-    col: Sequence[int] | None,
-    budget: Budget,
-) -> Tensor:
+def tensor_from_lists(given: TensorData, budget: Budget) -> Tensor:
     """A tensor as JSON has it: flat lists. Without a shape it is one-dimensional."""
-    values = _numbers(data) if dtype == "float32" else _integers(data, "data")
-    rows = _rows(crow, col)
-    given = None if shape is None else tuple(shape)
+    data = given.data
+    values = _numbers(data) if given.dtype == "float32" else _integers(data, "data")
+    rows = _rows(given)
+    shape = None if given.shape is None else tuple(given.shape)
     if rows is None:
-        return _dense(values, given, budget)
-    return _sparse(values, given, *rows, budget)
+        return _dense(values, shape, budget)
+    return _sparse(values, shape, *rows, budget)
 
 
-def cells_from_lists(
-    data: Sequence[float],
-    shape: Sequence[int] | None,
-    crow: Sequence[int] | None,
-    col: Sequence[int] | None,
-    budget: Budget,
-) -> Cells:
+def cells_from_lists(given: TensorData, budget: Budget) -> Cells:
     """Integers of a matrix as JSON has them, in the layout in which they came."""
-    if shape is None or len(shape) != 2:
+    if given.shape is None or len(given.shape) != 2:
         raise Mistake("a shape of two dimensions is needed")
-    rows, columns = shape
-    values = _integers(data, "data")
-    indices = _rows(crow, col)
+    shape = (given.shape[0], given.shape[1])
+    values = _integers(given.data, "data")
+    indices = _rows(given)
     if indices is None:
-        return Cells(shape=(rows, columns), values=_dense(values, (rows, columns), budget).data)
-    crows, cols = indices
-    _checked_rows(values, (rows, columns), crows, cols, budget)
-    return Cells(
-        shape=(rows, columns),
-        values=values.tobytes(),
-        crow=crows.tobytes(),
-        col=cols.tobytes(),
-    )
+        return Cells(shape=shape, values=_dense(values, shape, budget).data)
+    _checked_rows(values, shape, *indices, budget)
+    crow, col = (one.tobytes() for one in indices)
+    return Cells(shape=shape, values=values.tobytes(), crow=crow, col=col)
 
 
-def _rows(crow: Sequence[int] | None, col: Sequence[int] | None) -> tuple[Array, Array] | None:
+def _rows(given: TensorData) -> tuple[Array, Array] | None:
     """The indices of compressed rows; None: the tensor is dense."""
+    crow, col = given.sparse_crow_indices, given.sparse_col_indices
     if crow is None and col is None:
         return None
     if crow is None or col is None:
@@ -179,7 +175,7 @@ def _dense(values: Array, shape: tuple[int, ...] | None, budget: Budget) -> Tens
         shape = (values.size,)
     if _checked(shape, budget) != values.size:
         raise Mistake(f"shape {list(shape)} does not fit {values.size} elements")
-    return _tensor(values, shape)
+    return Tensor.of(values.reshape(shape))
 
 
 def _sparse(
@@ -189,7 +185,7 @@ def _sparse(
     shape, row = _checked_rows(values, shape, crow, col, budget)
     dense = np.zeros(shape, dtype=values.dtype)
     dense[row, col] = values
-    return _tensor(dense, shape)
+    return Tensor.of(dense)
 
 
 def _checked_rows(
@@ -211,8 +207,3 @@ def _checked_rows(
     if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
         raise Mistake("col_indices must go up within a row")
     return (rows, columns), row
-
-
-def _tensor(values: Array, shape: tuple[int, ...]) -> Tensor:
-    kind = "float32" if values.dtype == _FLOAT else "int64"
-    return Tensor(dtype=kind, shape=shape, data=values.tobytes())  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ an endpoint for each. Whichever way it came, the same data are the same operatio
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from holdfast.trainer.ops import Tensor as OpTensor
 from holdfast.trainer.wire import schema
 from holdfast.trainer.wire.arrays import (
     Budget,
+    TensorData,
     tensor_from_lists,
     tensor_from_message,
     tokens_from_list,
@@ -30,7 +31,7 @@ from holdfast.trainer.wire.body import (
     numbered,
 )
 
-__all__ = ["ModelInput", "TensorData", "forward", "forward_backward", "tokens_of"]
+__all__ = ["ModelInput", "forward", "forward_backward", "tokens_of"]
 
 _MAX_INPUTS = 32
 _MAX_CONFIG = 32
@@ -48,16 +49,6 @@ class ModelInput(msgspec.Struct):
     """An input in JSON."""
 
     chunks: list[Chunk]
-
-
-class TensorData(msgspec.Struct):
-    """A tensor in JSON."""
-
-    data: list[int | float]
-    dtype: Literal["float32", "int64"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
 
 
 class _Datum(msgspec.Struct):
@@ -117,23 +108,12 @@ def _unsupported(kind: str) -> str:
 def _from_json(model: str, seq: int, given: _Input, limits: Limits, *, backward: bool) -> Numbered:
     with blaming(model, seq):
         op = ForwardBackward(
-            data=_data(given.data, tokens_of, _from_lists, limits),
+            data=_data(given.data, tokens_of, tensor_from_lists, limits),
             loss=_named(given.loss_fn),
             config=_few(given.loss_fn_config or {}, _MAX_CONFIG, "loss_fn_config"),
             backward=backward,
         )
     return Numbered(model, seq, op)
-
-
-def _from_lists(given: TensorData, budget: Budget) -> OpTensor:
-    return tensor_from_lists(
-        given.data,
-        given.dtype,
-        given.shape,
-        given.sparse_crow_indices,
-        given.sparse_col_indices,
-        budget,
-    )
 
 
 def _from_protobuf(body: bytes, limits: Limits, *, forward_only: bool) -> Numbered:

@@ -20,8 +20,6 @@ OUTPUT_TYPE = "ArrayRecord"
 # How the protocol writes a place of a top-k that has no token.
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 
-_NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
-
 
 def output_message(output: Output) -> bytes:
     """A `ForwardBackwardOutput`."""
@@ -53,7 +51,11 @@ def output_json(output: Output) -> dict[str, Any]:
     """The same, without its metrics, as JSON has it."""
     outputs = [
         {
-            name: {"data": _values(one), "dtype": one.dtype, "shape": list(one.shape)}
+            name: {
+                "data": _list(one.data, one.dtype),
+                "dtype": one.dtype,
+                "shape": list(one.shape),
+            }
             for name, one in datum.items()
         }
         for datum in output.outputs
@@ -61,18 +63,13 @@ def output_json(output: Output) -> dict[str, Any]:
     return {"loss_fn_output_type": OUTPUT_TYPE, "loss_fn_outputs": outputs}
 
 
-def _values(tensor: Tensor) -> list[Any]:
-    return _list(tensor.data, tensor.dtype)
-
-
 def _list(data: bytes, dtype: str = "float32") -> list[Any]:
-    values: list[Any] = np.frombuffer(data, dtype=_NUMPY[dtype]).tolist()
+    values: list[Any] = np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).tolist()
     return values
 
 
 def _tokens(data: bytes) -> list[int]:
-    tokens: list[int] = np.frombuffer(data, dtype="<i4").tolist()
-    return tokens
+    return _list(data, "int32")
 
 
 def sample_message(sampled: Sampled) -> bytes:
@@ -154,11 +151,7 @@ def sample_json(sampled: Sampled) -> dict[str, Any]:
 
 
 def _cells_json(cells: Cells) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        "data": _list(cells.values),
-        "dtype": "float32",
-        "shape": list(cells.shape),
-    }
+    said = {"data": _list(cells.values), "dtype": "float32", "shape": list(cells.shape)}
     if cells.crow is not None and cells.col is not None:
         said["sparse_crow_indices"] = _list(cells.crow, "int64")
         said["sparse_col_indices"] = _list(cells.col, "int64")

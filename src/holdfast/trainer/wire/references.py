@@ -71,10 +71,10 @@ def filled(ask: ByReference, values: Mapping[str, Any]) -> ForwardBackward:
         if tokens.ndim != 1 or tokens.dtype.kind != "i":
             raise Mistake(f"datum {at}: `tokens` is a list of integers, not {tokens.dtype}")
         inputs = {
-            name: _tensor(_array(f"datum {at}, `{name}`", values[ref.key]))
+            name: Tensor.of(_array(f"datum {at}, `{name}`", values[ref.key]))
             for name, ref in one.loss_fn_inputs.items()
         }
-        inputs |= {name: _tensor(np.array(given, "<f4")) for name, given in one.inline.items()}
+        inputs |= {name: Tensor.of(np.array(given, "<f4")) for name, given in one.inline.items()}
         data.append(Datum(tokens=tokens.astype("<i4").tobytes(), inputs=inputs))
     return ForwardBackward(
         data=data, loss=ask.loss_fn, config=ask.loss_fn_config, backward=not ask.forward_only
@@ -86,11 +86,3 @@ def _array(what: str, value: Any) -> "np.ndarray[Any, Any]":
     if array.dtype.kind not in "if":
         raise Mistake(f"{what} is an array of numbers, not of {array.dtype}")
     return array
-
-
-def _tensor(array: "np.ndarray[Any, Any]") -> Tensor:
-    if array.dtype.kind == "i":
-        data = array.astype("<i8").tobytes()
-        return Tensor(dtype="int64", shape=tuple(array.shape), data=data)
-    data = array.astype("<f4").tobytes()
-    return Tensor(dtype="float32", shape=tuple(array.shape), data=data)

@@ -202,29 +202,27 @@ def optim_step(body: bytes) -> Numbered:
 
 def save_weights(body: bytes) -> Numbered:
     """A request to `save_weights`."""
-    model, seq, ask = numbered(body, _Save)
-    with blaming(model, seq):
-        name = _name(ask.path)
-        notes = metadata(ask.user_metadata)
-    op = SaveWeights(name=name, overwrite=ask.overwrite, ttl_s=ask.ttl_seconds, metadata=notes)
-    return Numbered(model, seq, op)
+    model, seq, ask, named = _saving(body)
+    return Numbered(model, seq, SaveWeights(overwrite=ask.overwrite, **named))
 
 
 def save_weights_for_sampler(body: bytes) -> Numbered:
     """A request to `save_weights_for_sampler`: a name, or a new sampling session."""
+    model, seq, ask, named = _saving(body)
+    with blaming(model, seq):
+        if ask.path is not None and ask.sampling_session_seq_id is not None:
+            raise Mistake("`path` and `sampling_session_seq_id` exclude each other")
+    return Numbered(model, seq, SaveForSampler(session_seq=ask.sampling_session_seq_id, **named))
+
+
+def _saving(body: bytes) -> tuple[str, int, _Save, dict[str, Any]]:
+    """What both ask: under which name, for how long, with which notes."""
     model, seq, ask = numbered(body, _Save)
     with blaming(model, seq):
-        name = _name(ask.path)
-        if name is not None and ask.sampling_session_seq_id is not None:
-            raise Mistake("`path` and `sampling_session_seq_id` exclude each other")
+        # A name that is safe as one part of a path, on any file system.
+        name = None if ask.path is None else check_name("checkpoint (`path`)", ask.path)
         notes = metadata(ask.user_metadata)
-    op = SaveForSampler(
-        name=name,
-        session_seq=ask.sampling_session_seq_id,
-        ttl_s=ask.ttl_seconds,
-        metadata=notes,
-    )
-    return Numbered(model, seq, op)
+    return model, seq, ask, {"name": name, "ttl_s": ask.ttl_seconds, "metadata": notes}
 
 
 def publish_weights(body: bytes) -> Numbered:
@@ -284,8 +282,3 @@ def number_of(body: bytes, content_type: str) -> tuple[str, int] | None:
         return error.model, error.seq
     except (Mistake, DecodeError):
         return None
-
-
-def _name(given: str | None) -> str | None:
-    """A name that is safe as one part of a path, on any file system."""
-    return None if given is None else check_name("checkpoint (`path`)", given)

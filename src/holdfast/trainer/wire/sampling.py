@@ -12,9 +12,9 @@ from msgspec import field
 
 from holdfast.errors import Mistake, TooLarge
 from holdfast.trainer.ops import Cells, Sample
-from holdfast.trainer.wire.arrays import Budget, cells_from_lists
+from holdfast.trainer.wire.arrays import Budget, TensorData, cells_from_lists
 from holdfast.trainer.wire.body import DEFAULT_LIMITS, Id, Index, Limits, Path, decode
-from holdfast.trainer.wire.data import ModelInput, TensorData, tokens_of
+from holdfast.trainer.wire.data import ModelInput, tokens_of
 
 __all__ = [
     "MultiPoll",
@@ -32,6 +32,9 @@ __all__ = [
 
 _MAX_RETRIEVED = 65536
 _MAX_STOP_CHARS = 1024
+
+_AS_THEY_ARE = ("max_tokens", "seed", "temperature", "top_k", "top_p")
+"""Parameters that an operation calls as the protocol does."""
 
 _Big = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -167,11 +170,7 @@ def _sample(ask: _Sample, limits: Limits) -> Sample:
     return Sample(
         prompt=prompt,
         num_samples=ask.num_samples,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
+        **{name: getattr(params, name) for name in _AS_THEY_ARE},
         stop_strings=strings,
         stop_tokens=tokens,
         prompt_logprobs=bool(ask.prompt_logprobs),
@@ -188,13 +187,7 @@ def _targets(given: TensorData, length: int, limits: Limits) -> Cells:
     if given.dtype != "int64":
         raise Mistake("`target_prompt_logprobs` has token ids: its dtype is int64")
     try:
-        cells = cells_from_lists(
-            given.data,
-            given.shape,
-            given.sparse_crow_indices,
-            given.sparse_col_indices,
-            Budget(limits),
-        )
+        cells = cells_from_lists(given, Budget(limits))
     except Mistake as error:
         raise Mistake(f"`target_prompt_logprobs`: {error}") from error
     if cells.shape[0] != length - 1 or cells.shape[1] > limits.topk:
