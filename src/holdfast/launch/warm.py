@@ -34,6 +34,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.errors import HoldfastError
+from holdfast.launch.health import memory
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
 from holdfast.proc import preload as preload_lists
@@ -273,10 +274,7 @@ class WarmPool:
 
 def _memory_is_short() -> bool:
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) * 1024 < MIN_FREE_BYTES
+        return memory(MIN_FREE_BYTES) is not None
     return False
 
 

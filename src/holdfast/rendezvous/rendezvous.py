@@ -60,6 +60,7 @@ from holdfast.rendezvous.records import (
     Keys,
     Node,
     Parked,
+    Place,
     Rules,
     put_cycle,
 )
@@ -72,27 +73,6 @@ _NAME_TAKEN_LEASES = 3
 _STAND_INS = 3
 _STAND_IN_S = 0.2
 """How far apart they begin: the first of them is nearly always alone."""
-
-
-class Place(msgspec.Struct, frozen=True):
-    """What a member needs to know about its place in a running cycle."""
-
-    cycle: int
-    revision: int
-    """That of the cycle's record: compare it, and you act within this cycle or not at all."""
-    rank: int
-    """This node's rank among the nodes."""
-    nodes: int
-    first_rank: int
-    """The rank of this node's first worker among all workers."""
-    world_size: int
-    slots: int
-    address: str
-    """Where rank 0 is reached, and on which port it will listen."""
-    port: int
-    first: str = ""
-    """The node with rank 0, and where its agent answers probes (0: it does not)."""
-    probe_port: int = 0
 
 
 class Rendezvous:
@@ -167,11 +147,6 @@ class Rendezvous:
         """When the lease may have ended, on our own clock: by then no worker may run."""
         return self._keeper.valid_until
 
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set when the lease is lost."""
-        return self._keeper.lost
-
     # ---- what a node does ------------------------------------------------------
 
     async def changed(self, head: Stored[Cycle]) -> Stored[Cycle]:
@@ -194,12 +169,11 @@ class Rendezvous:
         cycle = head.record
         if cycle.state != "running" or self._entry is None:
             return None
-        rank = next((r for r, one in enumerate(cycle.members) if one.name == self._name), None)
+        me = self._name, self._entry.create_revision  # an earlier life holds nothing
+        rank = next((r for r, one in enumerate(cycle.members) if (one.name, one.life) == me), None)
         if rank is None:
             return None
         first, member = cycle.members[0], cycle.members[rank]
-        if member.life != self._entry.create_revision:
-            return None  # an earlier life of this node held it
         return Place(
             cycle.number,
             head.entry.mod_revision,
