@@ -96,8 +96,8 @@ def test_what_is_given_counts_more() -> None:
 def test_tasks_of_a_step_differ_and_are_of_one_run() -> None:
     """Two hosts with three and two tasks: five names, five ranks, one run."""
     found = []
-    for task, (host, local) in enumerate(["a0", "a1", "a2", "b0", "b1"]):
-        here = {"SLURMD_NODENAME": host, "SLURM_LOCALID": local, "SLURM_PROCID": str(task)}
+    for task, place in enumerate(["a0", "a1", "a2", "b0", "b1"]):
+        here = {"SLURMD_NODENAME": place[0], "SLURM_LOCALID": place[1], "SLURM_PROCID": str(task)}
         found.append(of({**TASK, "SLURM_STEP_NUM_TASKS": "5", **here}))
     assert [one.name for one in found] == ["a-0", "a-1", "a-2", "b-0", "b-1"]
     assert [one.infra_rank for one in found] == [0, 1, 2, 3, 4]

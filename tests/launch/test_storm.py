@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import proc
 from holdfast.chaos.proxy import ProxyThread
 from holdfast.servers import EtcdCluster
 
@@ -39,8 +40,8 @@ class Storm:
 
     def kill(self, blow: str, *names: str) -> None:
         """Kill agents, see that training goes on, and start them again under their names."""
-        pids = [self.here.agents[name].pid for name in names]
-        self.blow(blow, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
+        agents = [self.here.agents[name] for name in names]
+        self.blow(blow, lambda: _signal(signal.SIGKILL, agents))
         for name in names:
             self.start(name)
         self.all_there()
@@ -63,6 +64,11 @@ class Storm:
     def all_there(self) -> None:
         """Four work, two wait."""
         self.here.until("four and two", lambda: len(self.spares()) == 2, 90)
+
+
+def _signal(number: int, agents: list[proc.Child]) -> None:
+    for agent in agents:
+        agent.signal_alone(number)
 
 
 def running(pids: list[int]) -> list[int]:

@@ -180,7 +180,7 @@ def test_a_child_that_nobody_tells_ends(warm: ForkServer) -> None:
     with forkserver._adopting():
         socket.send_fds(warm._line, [forkserver._WANTED], [theirs.fileno()])
         theirs.close()
-        pid = int.from_bytes(forkserver._exactly(ours, 4), "big")
+        pid = int.from_bytes(ours.recv(4), "big")
     assert alive(pid)
     ours.close()
     assert os.waitpid(pid, 0)[1] == 0

@@ -181,11 +181,11 @@ class Meeting:
 
     async def ended(self, *names: str, state: str = "succeeded") -> Cycle:
         """Wait until these nodes have heard that the run has ended so; all of them if none."""
-        for name in names or self.nodes:
-            cycle = await self[name].result()
-            assert cycle is not None
-            assert cycle.state == state
-        return cycle
+        found = [await self[name].result() for name in names or self.nodes]
+        last = found[-1]
+        assert last is not None
+        assert [cycle.state if cycle else "left" for cycle in found] == [state] * len(found)
+        return last
 
     async def cycles(self, number: int, name: str = "n0") -> None:
         """Wait until a node has begun to work for the so-manieth time."""

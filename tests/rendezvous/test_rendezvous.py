@@ -120,7 +120,7 @@ async def test_other_rules_are_refused(url: str) -> None:
 async def test_records_of_other_versions(url: str) -> None:
     """A newer node's record with fields we do not know counts; a broken one counts for nothing."""
     async with meeting(url) as here:
-        lease = await here.ledger.grant(10.0)
+        lease = await here.ledger.grant(60.0)
         newer = (
             b'{"schema":7,"cycle":1,"heard":1,"address":"x","port":4,"slots":1,'
             b'"infra_rank":0,"colour":"blue"}'

@@ -94,9 +94,9 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
                     away_since = None
                     pauses.reset()
                     if rendezvous.head.record.final and not took_part:
-                        ended = rendezvous.head.record
-                        told = used_name(plan.run, ended, "--run")
-                        return int(ended.state != "succeeded"), told
+                        over = rendezvous.head.record
+                        told = used_name(plan.run, over, "--run")
+                        return int(over.state != "succeeded"), told
                     took_part = True
                     crew.rendezvous = rendezvous
                     renewals = asyncio.ensure_future(_renew(crew, plan.lease_s))

@@ -38,33 +38,14 @@ def _ledger_option(command: click.decorators.FC) -> click.decorators.FC:
     )(command)
 
 
-class _TorchFlags(click.Command):
+def _dashed(name: str) -> str:
     """torchrun takes --nproc_per_node as well as --nproc-per-node; so do we."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        def dashed(arg: str) -> str:
-            if not arg.startswith("--"):
-                return arg
-            flag, equals, value = arg.partition("=")
-            return flag.replace("_", "-") + equals + value
-
-        own: list[str] = []
-        rest = list(args)
-        valued = {
-            name
-            for param in self.params
-            if isinstance(param, click.Option) and not param.is_flag
-            for name in param.opts
-        }
-        while rest and rest[0].startswith("-") and rest[0] != "--":
-            flag = dashed(rest.pop(0))
-            own.append(flag)
-            if flag in valued and rest:
-                own.append(rest.pop(0))
-        return super().parse_args(ctx, own + rest)
+    return name.replace("_", "-")
 
 
-@click.command(cls=_TorchFlags, context_settings={"allow_interspersed_args": False})
+@click.command(
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": _dashed}
+)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nnodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX.")

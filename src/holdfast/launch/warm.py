@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -78,8 +77,6 @@ class WarmLost(events.Event, frozen=True, tag="launch.warm.lost"):
 
 class WarmOff(events.Event, frozen=True, tag="launch.warm.off"):
     """No interpreters are kept ready any more."""
-
-    labels: ClassVar[tuple[str, ...]] = ()
 
     reason: str
 

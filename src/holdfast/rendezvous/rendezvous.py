@@ -162,7 +162,7 @@ class Rendezvous:
     async def ready(self, head: Stored[Cycle], *, port: int | None = None) -> None:
         """Be ready for a cycle: none of this node's workers runs any more."""
         number = head.record.number
-        await self._say(cycle=number, heard=number, port=self._node.port if port is None else port)
+        await self._say(cycle=number, heard=number, port=port)
 
     def place(self, head: Stored[Cycle]) -> Place | None:
         """This node's place in a running cycle; None: it is a spare."""
@@ -259,23 +259,16 @@ class Rendezvous:
     def _record(self, node: Node) -> Put:
         return put(self._key, node, lease=self._keeper.id)
 
-    async def _say(
-        self, *, heard: int = 0, cycle: int = 0, port: int | None = None, unreached: int = 0
-    ) -> None:
+    async def _say(self, *, port: int | None = None, **numbers: int) -> None:
+        """Change this node's record; the numbers of cycles in it only grow."""
         async with self._saying:
-            await self._write(
-                msgspec.structs.replace(
-                    self._node,
-                    heard=max(heard, self._node.heard),
-                    cycle=max(cycle, self._node.cycle),
-                    port=self._node.port if port is None else port,
-                    unreached=max(unreached, self._node.unreached),
-                )
-            )
+            node = self._node
+            grown = {name: max(new, getattr(node, name)) for name, new in numbers.items()}
+            port = node.port if port is None else port
+            await self._write(msgspec.structs.replace(node, port=port, **grown))
 
     async def _write(self, fresh: Node) -> None:
-        node = self._node
-        if fresh == node or self._entry is None:
+        if fresh == self._node or self._entry is None:
             return
         self._node = fresh
         get = Get(self._key)
@@ -359,9 +352,8 @@ class Rendezvous:
                     pass  # most of a crowd find that there is one, and need not ask for it
                 elif self._closer is None:
                     await self._apply()
-                elif self._is_closer():
-                    guard = same_life(self._closer)
-                    await self._duty(guard).run()
+                elif self._closer.lease == self._keeper.id:
+                    await self._duty(same_life(self._closer)).run()
                     return
                 elif (patience_s := self._patience_s()) is not None:
                     await self._stand_in(news, patience_s)
@@ -372,9 +364,6 @@ class Rendezvous:
         except Exception as error:  # noqa: BLE001 -- `_hear` raises it, and the office falls vacant
             self._trouble = error
             self._tell_news()
-
-    def _is_closer(self) -> bool:
-        return self._closer is not None and self._closer.lease == self._keeper.id
 
     async def _apply(self) -> None:
         """Try to become the closer; the head tells who did."""

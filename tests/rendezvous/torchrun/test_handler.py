@@ -5,6 +5,7 @@ node that leaves, closing, the state after a shutdown; and what ours adds to the
 """
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -21,12 +22,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.utils import store as store_util
 
+from holdfast.contrib.torchrun.handler import HoldfastHandler
 from holdfast.errors import Mistake
 from holdfast.ledger.records import decode
 from holdfast.rendezvous.overview import used_name
@@ -51,18 +52,18 @@ def port(info: RendezvousInfo) -> int:
     return found
 
 
-def until_told(handler: RendezvousHandler) -> None:
+def until_told(handler: HoldfastHandler) -> None:
     """Wait until the agent would restart its workers."""
     wait_for(handler.num_nodes_waiting)
 
 
-def again(back: RendezvousHandler, told: RendezvousHandler) -> list[RendezvousInfo]:
+def again(back: HoldfastHandler, told: HoldfastHandler) -> list[RendezvousInfo]:
     """The workers of one node have failed; the other hears of it, and both meet again."""
     answer = behind(back.next_rendezvous)
     return rejoin(told, answer)
 
 
-def rejoin(handler: RendezvousHandler, other: "Future[Any]") -> list[RendezvousInfo]:
+def rejoin(handler: HoldfastHandler, other: "Future[Any]") -> list[RendezvousInfo]:
     """A node hears that its cycle is over, and meets one that waits already."""
     until_told(handler)
     return [*meet(handler), other.result(HANG_S)]
@@ -86,7 +87,7 @@ def failed_workers() -> ChildFailedError:
     return ChildFailedError("train.py", {3: failure})
 
 
-def shut_down_with(handler: RendezvousHandler, error: Exception) -> None:
+def shut_down_with(handler: HoldfastHandler, error: Exception) -> None:
     """As torch's launcher does it: in the `finally` of what it is about to raise."""
     with pytest.raises(type(error)):
         try:
@@ -390,7 +391,7 @@ def test_a_peer_that_dies_while_ranks_are_given_does_not_hold_up_the_agent(
     """
     handlers, infos = run.two()
     store, other = infos[rank].store, handlers[1 - rank]
-    role = b'{"role": "default", "rank": %d, "local_world_size": 2}' % rank
+    role = json.dumps({"role": "default", "rank": rank, "local_world_size": 2})
     store.set(f"torchelastic/role_info/{rank}", role)
     if rank == 0:
         keys = [f"torchelastic/role_info/{one}" for one in range(2)]

@@ -273,7 +273,7 @@ class HoldfastHandler(RendezvousHandler):
             if error is None or isinstance(error, ChildFailedError):
                 await self._member.fail(Cause(kind="failed", detail=_detail(error)))
             else:
-                await self._member.withdraw(_detail(error))
+                await self._member.give_up(Cause(kind="withdrew", detail=_detail(error)))
         finally:
             await self._member.close()
 
