@@ -8,6 +8,8 @@ import pytest
 
 from .cluster import SCRIPT, Cluster, Commits, descendants, holdfast, there
 
+THREE = ("n0", "n1", "n2")
+SPARE = ["--spares", "1"]
 QUICK = ["--lease", "2", "--last-call", "1", "--grace", "2", "--no-warm"]
 
 
@@ -20,18 +22,23 @@ def shell(text: str) -> tuple[str, ...]:
     return ("--no-python", "sh", "-c", text)
 
 
+def until_go(folder: Path, before: str = "") -> tuple[str, ...]:
+    """A worker that ends with success when the test says so."""
+    return shell(f"{before}until [ -e {folder}/go ]; do sleep 0.05; done")
+
+
 # ---- the contract of exit codes -----------------------------------------------------
 
 
 def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path, url: str) -> None:
     """Active, spare and late joiner exit 0; nothing is left of any of them."""
-    program = shell(f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done")
-    with Cluster(tmp_path, url, nnodes="2:3", flags=["--spares", "1", *QUICK]) as here:
+    program = until_go(tmp_path, f"touch {tmp_path}/began; ")
+    with Cluster(tmp_path, url, nnodes="2:3", flags=[*SPARE, *QUICK]) as here:
         here.begin(*program)
         here.until("workers", (tmp_path / "began").exists)
         below = here.below()
         (tmp_path / "go").touch()
-        assert here.codes("n0", "n1", "n2") == [0, 0, 0]
+        assert here.codes(*THREE) == [0, 0, 0]
         here.start("n7", *program)
         assert here.codes("n7") == [0]
         assert not there(below)
@@ -45,12 +52,12 @@ def test_exit_codes_of_a_run_that_succeeds(tmp_path: Path, url: str) -> None:
 
 def test_exit_codes_of_a_run_that_fails(tmp_path: Path, url: str) -> None:
     """A rank that exits at once on every node uses up the budget; all hear which, how and why."""
-    flags = ["--spares", "1", "--max-restarts", "1", *QUICK]
+    flags = [*SPARE, "--max-restarts", "1", *QUICK]
     program = shell('echo "rank $RANK has had enough" >&2; [ $RANK = 0 ] || sleep 60; exit 7')
     with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
         here.begin(*program)
-        assert here.codes("n0", "n1", "n2", timeout_s=40) == [1, 1, 1]
-        for name in ("n0", "n1", "n2"):
+        assert here.codes(*THREE, timeout_s=40) == [1, 1, 1]
+        for name in THREE:
             said = here.said(name)
             assert "has failed after 4 cycles" in said  # two tries on n0, two on the spare
             assert "rank 0" in said
@@ -67,21 +74,18 @@ def test_a_node_whose_workers_always_fail_gives_its_rank_to_a_spare(
     tmp_path: Path, url: str
 ) -> None:
     """It costs two failures and nothing of the budget; the run ends with 0 on every node."""
-    flags = ["--spares", "1", "--max-restarts", "1", *QUICK]
-    program = shell(
-        f'[ -z "$BAD" ] || exit 7; echo $HOLDFAST_NODE >> {tmp_path}/began; '
-        f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
-    )
+    flags = [*SPARE, "--max-restarts", "1", *QUICK]
+    began = tmp_path / "began"
+    program = until_go(tmp_path, f'[ -z "$BAD" ] || exit 7; echo $HOLDFAST_NODE >> {began}; ')
     with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
         here.begin(*program, bad="n0")
-        began = tmp_path / "began"
         here.until("spare", lambda: began.exists() and "n2" in began.read_text())
         shown = holdfast("status", "r", url=url).stdout
         assert "1 parked" in shown
         assert "0 of 1 restarts used" in shown
         assert "n0: its workers were the first to fail, twice in a row" in shown
         (tmp_path / "go").touch()
-        assert here.codes("n0", "n1", "n2") == [0, 0, 0]
+        assert here.codes(*THREE) == [0, 0, 0]
         said = here.said("n0")
         assert "this node comes after all spares from now on" in said
         assert "exit code 7" in said
@@ -107,7 +111,7 @@ def test_the_node_that_breaks_a_group_is_blamed_and_not_its_peers(
     flags = ["--spares", "1", "--last-call", "60", "--nproc-per-node", "2"]
     with Cluster(tmp_path, url, nnodes="2:3", flags=flags) as here:
         here.begin(str(script), bad="n1")
-        assert here.codes("n0", "n1", "n2", timeout_s=120) == [0, 0, 0], here.story()
+        assert here.codes(*THREE, timeout_s=120) == [0, 0, 0], here.story()
         assert [cause.node for cause in here.cycle().history] == ["n1", "n1"]
         assert here.members() == ["n0", "n2"]
         assert here.cycle().restarts == ()
@@ -115,7 +119,7 @@ def test_the_node_that_breaks_a_group_is_blamed_and_not_its_peers(
 
 def test_a_second_node_of_one_name_hears_so_at_once(tmp_path: Path, url: str) -> None:
     """It exits 2 and says which node has the name; the first does not notice."""
-    program = shell(f"touch {tmp_path}/began; until [ -e {tmp_path}/go ]; do sleep 0.05; done")
+    program = until_go(tmp_path, f"touch {tmp_path}/began; ")
     with Cluster(tmp_path, url, nnodes="1", flags=[*QUICK, "--lease", "600"]) as here:
         first = here.start("n0", *program)
         here.until("workers", (tmp_path / "began").exists)
@@ -135,12 +139,9 @@ def test_a_second_node_of_one_name_hears_so_at_once(tmp_path: Path, url: str) ->
 
 def test_a_node_that_is_terminated_leaves_and_the_run_goes_on(tmp_path: Path, url: str) -> None:
     """143 for it, its worker gets the time to end in peace, a spare takes its rank."""
-    program = shell(
-        f"trap 'touch {tmp_path}/saved; exit 0' TERM; "
-        f"touch {tmp_path}/began-$RANK-$HOLDFAST_NODE; "
-        f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
-    )
-    with Cluster(tmp_path, url, nnodes="2:3", flags=["--spares", "1", *QUICK]) as here:
+    before = f"trap 'touch {tmp_path}/saved; exit 0' TERM; "
+    program = until_go(tmp_path, before + f"touch {tmp_path}/began-$RANK-$HOLDFAST_NODE; ")
+    with Cluster(tmp_path, url, nnodes="2:3", flags=[*SPARE, *QUICK]) as here:
         here.begin(*program)
         here.until("workers", (tmp_path / "began-0-n0").exists)
         os.kill(here.agents["n0"].pid, signal.SIGTERM)
@@ -209,9 +210,9 @@ def test_bad_calls_get_one_clear_line(
 @pytest.mark.long
 def test_draining_a_node(tmp_path: Path, url: str) -> None:
     """It holds no rank from the next cycle on; undrained it may again."""
-    program = shell(f"until [ -e {tmp_path}/go ]; do sleep 0.05; done")
+    program = until_go(tmp_path)
     drained_states = {"n2": "active", "n1": "active", "n0": "drained"}
-    with Cluster(tmp_path, url, nnodes="2:3", flags=["--spares", "1", *QUICK]) as here:
+    with Cluster(tmp_path, url, nnodes="2:3", flags=[*SPARE, *QUICK]) as here:
         here.begin(*program)
         here.until("cycle 1", lambda: "active" in here.states().values())
         assert holdfast("nodes", "drain", "n9", "--run", "r", url=url).returncode == 4
@@ -220,7 +221,7 @@ def test_draining_a_node(tmp_path: Path, url: str) -> None:
         here.until("cycle 2", lambda: here.states() == drained_states)
         assert holdfast("nodes", "undrain", "n0", "--run", "r", url=url).returncode == 0
         (tmp_path / "go").touch()
-        assert here.codes("n0", "n1", "n2") == [0, 0, 0]
+        assert here.codes(*THREE) == [0, 0, 0]
 
 
 # ---- training, killed ------------------------------------------------------------------

@@ -88,7 +88,7 @@ async def test_the_dead_get_no_rank_from_a_watch_that_lags(url: str) -> None:
             head = watcher.head
             duty = Duty(LiveRuntime(here.ledger), KEYS, unchanged(head.entry), lambda: 0.0)
             duty._board.cycle = head
-            duty._board.nodes.update(there(1, "n1", "n2"))
+            duty._board.nodes.update(there(1, "n0", "n1", "n2"))
             await duty._look(head)
             assert (await here.look()).cycle.state == "open"
 
