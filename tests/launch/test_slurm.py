@@ -60,17 +60,13 @@ class Step:
         return self.child.wait(timeout_s)
 
 
-def _members(step: Step) -> list[tuple[str, str]]:
-    found = step.records.status()
-    return [(node["name"], node["domain"]) for node in found["nodes"]]
-
-
 def test_names_order_and_job_come_from_slurm(slurm: Slurm, tmp_path: Path) -> None:
     """Nothing but --nnodes is given; it trains to its end, and srun ends with 0."""
     step = Step(slurm, tmp_path, SCRIPT, "10", "0.02")
     assert step.code() == 0, step.log.read_text()
     assert step.records.committed("step") == 10
-    assert _members(step) == [("n1", "top.leaf1"), ("n2", "top.leaf2")]
+    members = [(one.name, one.domain) for one in step.records.cycle().members]
+    assert members == [("n1", "top.leaf1"), ("n2", "top.leaf2")]
     assert f"{step.run} has succeeded after 1 cycle" in step.log.read_text()
 
 
