@@ -131,10 +131,10 @@ def _waiting(ready_for: int, cycle: Cycle) -> str:
     return "ready" if cycle.state == "open" else "spare"
 
 
-def lines(view: Overview, now: float | None = None) -> list[str]:
+def lines(view: Overview) -> list[str]:
     """The overview as text."""
     cycle = view.cycle
-    now = time.time() if now is None else now
+    now = time.time()
     counts: Mapping[str, int] = {
         state: sum(node.state == state for node in view.nodes) for state in _STATES
     }
