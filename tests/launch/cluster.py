@@ -214,13 +214,15 @@ class Cluster(Nodes):
 
     def workers(self, name: str) -> dict[int, int]:
         """Rank → pid of the newest cycle's workers on a node, from what they have committed."""
+        prefix = f"/runs/{self.run}/commits/rank_"
+        with ledger.open_sync(self.url) as opened:
+            entries = opened.range(prefix).entries
+        pids = {
+            int(entry.key.removeprefix(prefix)): int(json.loads(entry.value)["pid"])
+            for entry in entries
+        }
         below = set(descendants(self.agents[name].pid))
-        found = {}
-        for rank in range(64):
-            record = self.committed(f"rank_{rank}")
-            if record is not None and record["pid"] in below:
-                found[rank] = record["pid"]
-        return found
+        return {rank: pid for rank, pid in pids.items() if pid in below}
 
 
 def there(pids: list[int]) -> list[int]:
