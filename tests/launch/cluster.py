@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast import ledger, proc
-from holdfast.ledger.types import Entry
+from holdfast.ledger.records import decode
+from holdfast.rendezvous.records import Cycle, Keys
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 
@@ -46,26 +47,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-class Agent:
-    """One node's agent."""
-
-    def __init__(self, child: proc.Child, name: str, log: Path) -> None:
-        self.child, self.name, self.log = child, name, log
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    def code(self, timeout_s: float) -> int:
-        """Wait for its end."""
-        return self.child.wait(timeout_s)
-
-
 class Commits:
     """Follows what workers commit: under one rank of one cycle there is only ever one worker."""
 
-    def __init__(self, url: str, run: str) -> None:
+    def __init__(self, url: str, run: str = "r") -> None:
         self.seen: dict[tuple[int, int], set[int]] = {}
+        self.ports: set[str] = set()
         self.steps: list[int] = []
         self._prefix = f"/runs/{run}/commits/"
         self._ledger = ledger.open_sync(url)
@@ -84,6 +71,7 @@ class Commits:
                 if name.startswith("rank_"):
                     place = int(name.removeprefix("rank_")), value["cycle"]
                     self.seen.setdefault(place, set()).add(value["pid"])
+                    self.ports.add(value["port"])
                 elif name == "step":
                     self.steps.append(value)
 
@@ -97,71 +85,68 @@ class Commits:
         assert self.steps == list(range(1, len(self.steps) + 1)), self.steps
 
 
-class Cluster:
-    """Agents of one run. Use `with`: whatever is left is killed."""
+class Nodes:
+    """The agents of one run, whatever program they are. Use `with`: whatever is left is killed."""
 
     def __init__(
         self, folder: Path, url: str, *, run: str = "r", nnodes: str, flags: Sequence[str] = ()
     ) -> None:
         self.folder, self.url, self.run, self.nnodes = folder, url, run, nnodes
         self.flags = list(flags)
-        self.program: tuple[str, ...] = ()
-        self.agents: dict[str, Agent] = {}
-        self.all: list[Agent] = []
+        self.agents: dict[str, proc.Child] = {}
+        self.all: list[proc.Child] = []
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for agent in self.all:
-            agent.child.kill_group()
+            agent.kill_group()
 
-    def start(
-        self,
-        name: str,
-        *program: str,
-        flags: Sequence[str] = (),
-        url: str | None = None,
-        prefix: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> Agent:
-        """Start a node; its number gives its address. `url`: its own way to the ledger.
-
-        `prefix` comes before the command; `env` and `flags` count more than what is said here.
-        """
-        number = int(name[1:])
-        argv = [*prefix, sys.executable, "-m", "holdfast", "launch"]
-        argv += ["--run", self.run, "--ledger", url or self.url, "--nnodes", self.nnodes]
-        argv += ["--node-name", name, "--local-addr", f"127.0.1.{number + 1}"]
-        argv += ["--infra-rank", str(number), "--log-dir", str(self.folder / name)]
-        argv += [*self.flags, *flags, *program]
+    def spawn(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None) -> proc.Child:
+        """Start the agent of a node."""
         log = self.folder / f"{name}.{len(self.all)}.log"
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
-        agent = Agent(proc.spawn(argv, name=name, log=log, env=env), name, log)
-        self.agents[name] = agent
+        agent = self.agents[name] = proc.spawn(argv, name=name, log=log, env=env)
         self.all.append(agent)
         return agent
 
-    def status(self) -> dict[str, Any]:
-        """What `holdfast status --json` says; empty before there is a run."""
-        found = holdfast("status", self.run, "--json", url=self.url)
-        return json.loads(found.stdout) if found.returncode == 0 else {}
+    def codes(self, *names: str, timeout_s: float = 20.0) -> list[int]:
+        """The exit codes of nodes, once they have ended."""
+        agents = [self.agents[name] for name in names]
+        self.until("end", lambda: not any(agent.alive() for agent in agents), timeout_s)
+        return [agent.wait(1.0) for agent in agents]
+
+    def said(self, name: str) -> str:
+        """What the newest agent of a node has said."""
+        return _log(self.agents[name])
+
+    def cycle(self) -> Cycle:
+        """The run's record."""
+        with ledger.open_sync(self.url) as opened:
+            entry = opened.get(Keys(self.run).cycle)
+        assert entry is not None
+        return decode(Cycle, entry)
 
     def committed(self, name: str) -> Any:
         """What the workers have committed."""
         with ledger.open_sync(self.url) as opened:
-            entry: Entry | None = opened.get(f"/runs/{self.run}/commits/{name}")
+            entry = opened.get(f"/runs/{self.run}/commits/{name}")
         return None if entry is None else json.loads(entry.value)
 
-    def workers(self, name: str) -> dict[int, int]:
-        """Rank → pid of the newest cycle's workers on a node, from what they have committed."""
-        below = set(descendants(self.agents[name].pid))
-        found = {}
-        for rank in range(64):
-            record = self.committed(f"rank_{rank}")
-            if record is not None and record["pid"] in below:
-                found[rank] = record["pid"]
-        return found
+    def step(self) -> int:
+        """How far the training is."""
+        return int(self.committed("step") or 0)
+
+    def until_step(self, step: int) -> None:
+        """Wait until the training is so far."""
+        self.until(f"step {step}", lambda: self.step() >= step, 240)
+
+    def trained(self, steps: int | None = None) -> None:
+        """The training has done all of its steps, each once."""
+        done = self.step()
+        assert steps in (None, done)
+        assert self.committed("total") == done * (done + 1) // 2
 
     def until(self, what: str, test: Callable[[], object], timeout_s: float = 90.0) -> Any:
         """Wait for something; tells what the agents said when it does not come."""
@@ -172,11 +157,74 @@ class Cluster:
             time.sleep(0.05)
         return found
 
-    def step(self) -> int:
-        """How far the training is."""
-        return int(self.committed("step") or 0)
-
     def story(self) -> str:
         """What every agent has said."""
-        texts = (f"--- {a.name} ---\n{a.log.read_text(errors='replace')}" for a in self.all)
-        return "\n".join(text[-4000:] for text in texts)
+        return "\n".join(f"--- {agent.name} ---\n{_log(agent)[-4000:]}" for agent in self.all)
+
+
+def _log(agent: proc.Child) -> str:
+    assert agent.log is not None
+    return agent.log.read_text(errors="replace")
+
+
+class Cluster(Nodes):
+    """Agents of `holdfast launch`."""
+
+    def start(
+        self,
+        name: str,
+        *program: str,
+        flags: Sequence[str] = (),
+        url: str | None = None,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> proc.Child:
+        """Start a node; its number gives its address. `url`: its own way to the ledger.
+
+        `prefix` comes before the command; `env` and `flags` count more than what is said here.
+        """
+        number = int(name[1:])
+        argv = [*prefix, sys.executable, "-m", "holdfast", "launch"]
+        argv += ["--run", self.run, "--ledger", url or self.url, "--nnodes", self.nnodes]
+        argv += ["--node-name", name, "--local-addr", f"127.0.1.{number + 1}"]
+        argv += ["--infra-rank", str(number), "--log-dir", str(self.folder / name)]
+        return self.spawn(name, [*argv, *self.flags, *flags, *program], env)
+
+    def begin(self, *program: str, bad: str = "") -> None:
+        """Start the nodes n0, n1 and n2; the bad one has a variable BAD."""
+        for name in ("n0", "n1", "n2"):
+            self.start(name, *program, env={"BAD": "1"} if name == bad else {})
+
+    def status(self) -> dict[str, Any]:
+        """What `holdfast status --json` says; empty before there is a run."""
+        found = holdfast("status", self.run, "--json", url=self.url)
+        return json.loads(found.stdout) if found.returncode == 0 else {}
+
+    def states(self) -> dict[str, str]:
+        """Node → what it is."""
+        return {node["name"]: node["state"] for node in self.status().get("nodes", ())}
+
+    def members(self) -> list[str]:
+        """The nodes that hold ranks, by rank."""
+        return [member.name for member in self.cycle().members]
+
+    def below(self) -> list[int]:
+        """The processes of all living agents."""
+        return [pid for agent in self.all if agent.alive() for pid in descendants(agent.pid)]
+
+    def workers(self, name: str) -> dict[int, int]:
+        """Rank → pid of the newest cycle's workers on a node, from what they have committed."""
+        prefix = f"/runs/{self.run}/commits/rank_"
+        with ledger.open_sync(self.url) as opened:
+            entries = opened.range(prefix).entries
+        pids = {
+            int(entry.key.removeprefix(prefix)): int(json.loads(entry.value)["pid"])
+            for entry in entries
+        }
+        below = set(descendants(self.agents[name].pid))
+        return {rank: pid for rank, pid in pids.items() if pid in below}
+
+
+def there(pids: list[int]) -> list[int]:
+    """The processes that are still there, zombies too."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

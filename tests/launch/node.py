@@ -19,29 +19,26 @@ from holdfast.launch.logs import Logs, Streams
 from holdfast.launch.spec import Seat, Spec
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
-from holdfast.launch.workers import Workers
+from holdfast.launch.workers import Failure, Outcome, Workers
+from holdfast.rendezvous.records import Place
 from patience import HANG_S
 
 
-def make_seat(slots: int = 1, **changes: Any) -> Seat:
+def make_seat(slots: int = 1, *, run: str = "r1", **changes: Any) -> Seat:
     """The place of a node that is alone."""
-    values: dict[str, Any] = {
-        "run": "r1",
+    place: dict[str, Any] = {
         "cycle": 3,
-        "node": "n0",
-        "node_rank": 0,
-        "node_count": 1,
+        "revision": 17,
+        "rank": 0,
+        "nodes": 1,
         "first_rank": 0,
         "world_size": slots,
         "slots": slots,
-        "master_addr": "127.0.0.1",
-        "master_port": 29511,
-        "restarts": 2,
-        "max_restarts": 5,
-        "ledger_url": "sqlite:///x",
-        "cycle_revision": 17,
+        "address": "127.0.0.1",
+        "port": 29511,
     }
-    return Seat(**(values | changes))
+    place |= changes
+    return Seat(run=run, node="n0", place=Place(**place), max_restarts=5, ledger_url="sqlite:///x")
 
 
 def make_spec(entry: Path | str, *args: str, slots: int = 1, **changes: Any) -> Spec:
@@ -76,6 +73,38 @@ async def started(
     finally:
         await workers.stop(grace_s)
         logs.close()
+
+
+async def ended(workers: Workers, limit_s: float = HANG_S) -> Outcome:
+    """Wait until one has failed, or all have ended."""
+    return await asyncio.wait_for(workers.wait(), limit_s)
+
+
+async def failed(workers: Workers) -> Failure:
+    """Wait until one has failed; the first that has."""
+    first = (await ended(workers)).first
+    assert first is not None
+    return first
+
+
+def printed(workers: Workers, slot: int = 0) -> str:
+    """What a worker has written to stdout."""
+    path = workers.workers[slot].files.stdout
+    assert path is not None
+    return path.read_text() if path.exists() else ""
+
+
+@asynccontextmanager
+async def kept_warm(spec: Spec, *, ready: int = 1, **options: Any) -> AsyncIterator[WarmPool]:
+    """A pool that was filled, once so many are ready; nothing of it is left afterwards."""
+    pool = WarmPool(spec, **({"preload": ()} | options))
+    try:
+        if ready:
+            pool.fill()
+            await auntil(lambda: pool.ready == ready, f"{ready} ready", limit_s=90)
+        yield pool
+    finally:
+        await pool.close()
 
 
 def until(condition: Callable[[], Any], what: str = "it", limit_s: float = HANG_S) -> None:

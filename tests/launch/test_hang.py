@@ -77,15 +77,6 @@ def test_a_pause_of_everybody_is_no_hang() -> None:
     assert judge({0: beats[0]}, 106.0, TEN, awake_since_s=95.0) is not None
 
 
-def test_a_hang_reads_well() -> None:
-    """One line: who, where, how long, who waits."""
-    hang = judge({0: beat(6, 80), 3: inside(5, 80, 20, 30)}, 100.0, TEN)
-    assert str(hang) == (
-        "rank 3 hangs at step 5 in section 'save': no sign of life for 80.0 s, 30.0 s are "
-        "allowed; waiting for it: 0"
-    )
-
-
 STUCK = """
 import ctypes, os, time
 from holdfast import progress

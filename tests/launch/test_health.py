@@ -16,13 +16,14 @@ from holdfast.launch import health
 EB = 1 << 60
 
 
-def test_disk(tmp_path: Path) -> None:
-    """Room is counted where the logs go; the verdict has both figures."""
+def test_disk_and_memory(tmp_path: Path) -> None:
+    """Room is counted where the logs go; the verdict has both figures. Some memory is left."""
     assert health.disk(tmp_path, 1) is None
-    wrong = health.disk(tmp_path, EB)
-    assert wrong is not None
+    wrong = health.disk(tmp_path, EB) or ""
     assert str(tmp_path) in wrong
     assert f"{EB >> 20} MiB are needed" in wrong
+    assert health.memory(1) is None
+    assert "MiB of memory left" in (health.memory(EB) or "")
 
 
 def test_a_disk_that_became_read_only(tmp_path: Path) -> None:
@@ -34,12 +35,6 @@ def test_a_disk_that_became_read_only(tmp_path: Path) -> None:
         assert health.disk(tmp_path, 0) == f"{tmp_path} is on a file system that is read-only"
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_memory() -> None:
-    """Some is left; not an exbibyte."""
-    assert health.memory(1) is None
-    assert "MiB of memory left" in (health.memory(EB) or "")
 
 
 @pytest.mark.parametrize(
@@ -59,9 +54,11 @@ def test_network(address: str, fine: bool) -> None:
     assert wrong is None if fine else address in (wrong or "")
 
 
-async def test_a_fit_node(tmp_path: Path) -> None:
-    """The built-in checks find nothing here, GPUs or not."""
+async def test_the_checks_of_every_node(tmp_path: Path) -> None:
+    """They find nothing here, GPUs or not. One that cannot be made is no good news."""
     assert await health.examine(health.built_in("127.0.0.1", tmp_path)) is None
+    wrong = await health.examine(health.built_in("127.0.0.1", tmp_path / "none")) or ""
+    assert wrong.startswith("disk: FileNotFoundError")
 
 
 async def test_limits_come_from_the_environment(
@@ -76,13 +73,6 @@ async def test_limits_come_from_the_environment(
     monkeypatch.setenv("HOLDFAST_LEAST_MEMORY_MIB", "8G")
     with pytest.raises(Mistake, match="HOLDFAST_LEAST_MEMORY_MIB is a number of MiB, not '8G'"):
         health.built_in("127.0.0.1", tmp_path)
-
-
-async def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """A check that cannot be made is no good news."""
-    wrong = await health.examine(health.built_in("127.0.0.1", tmp_path / "none"))
-    assert wrong is not None
-    assert wrong.startswith("disk: FileNotFoundError")
 
 
 def _raises() -> str | None:
@@ -139,6 +129,11 @@ def test_a_check_that_hangs_does_not_hold_up_the_end() -> None:
     assert done.stderr == "stuck: no answer within 0.2 s\n"
 
 
+def test_without_packages_there_are_no_further_checks() -> None:
+    """Holdfast itself brings none."""
+    assert health.load() == {}
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two installed packages with checks: good, bad, broken, and two of one name."""
@@ -170,7 +165,3 @@ async def test_checks_of_other_packages() -> None:
     assert "lamp: OSError: dark" in verdicts
     assert "none: ModuleNotFoundError: No module named 'no_such_module'" in verdicts
     assert sum(one.startswith("fan") for one in verdicts) == 1
-
-
-def test_without_packages_there_are_no_further_checks() -> None:
-    assert health.load() == {}

@@ -22,101 +22,69 @@ TASK = {
 }
 ONE_TASK = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 BATCH = {name: value for name, value in TASK.items() if not name.startswith("SLURM_STEP")}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "120", "SLURM_ARRAY_TASK_ID": "7"}
+SWITCHES = {
+    "SLURM_TOPOLOGY_ADDR": "top.leaf4.gpu7",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+}
+BLOCKS = {  # as of Slurm 23.11; and a node whose name has dots
+    "SLURMD_NODENAME": "gpu7.rack.example",
+    "SLURM_TOPOLOGY_ADDR": "b2.gpu7.rack.example",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node",
+}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 JOB = {**POD, "JOB_COMPLETION_INDEX": "3", "JOB_NAME": "train", "JOB_UID": "5d1f-9"}
+OF_A_SET = {"POD_NAME": "set-nodes-0-3-x7k2p", "JOB_NAME": "set-nodes-0"}
+"""A pod of a JobSet, whose Jobs' names end in numbers too."""
 
 
 def of(env: dict[str, str], **given: str | int) -> Identity:
     return identify(env, hostname="host", token="abc123", **given)  # type: ignore[arg-type]
 
 
+SLURM = "slurm-123.0"
+
+
 @pytest.mark.parametrize(
-    ("env", "expected"),
+    ("env", "name", "infra_rank", "domain", "run"),
     [
-        ({}, Identity(name="host-abc123")),
-        ({"GROUP_RANK": "4"}, Identity(name="host-abc123", infra_rank=4)),
+        ({}, "host-abc123", None, "", ""),
+        ({"GROUP_RANK": "4"}, "host-abc123", 4, "", ""),
         # ---- Slurm
-        (TASK, Identity(name="gpu7", infra_rank=1, run="slurm-123.0")),
-        (  # the second srun of a job is a run of its own
-            {**TASK, "SLURM_STEP_ID": "1"},
-            Identity(name="gpu7", infra_rank=1, run="slurm-123.1"),
-        ),
-        (  # two tasks on a host: the second one, task 3 of 4
-            {**TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
-            Identity(name="gpu7-1", infra_rank=3, run="slurm-123.0"),
-        ),
-        (  # a step on some of a job's nodes, one task each
-            {**TASK, "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "64"},
-            Identity(name="gpu7", infra_rank=1, run="slurm-123.0"),
-        ),
-        (
-            {**TASK, "SLURM_ARRAY_JOB_ID": "120", "SLURM_ARRAY_TASK_ID": "7"},
-            Identity(name="gpu7", infra_rank=1, run="slurm-120_7.0"),
-        ),
-        (
-            {**TASK, "SLURM_RESTART_COUNT": "2"},
-            Identity(name="gpu7", infra_rank=1, run="slurm-123.0-2"),
-        ),
-        (
-            {**TASK, "SLURM_RESTART_COUNT": "0"},
-            Identity(name="gpu7", infra_rank=1, run="slurm-123.0"),
-        ),
-        (  # a step of one task is perhaps a shell, from which many runs are started
-            {**TASK, **ONE_TASK, "SLURM_PROCID": "0"},
-            Identity(name="gpu7", infra_rank=0),
-        ),
-        (  # the batch script itself, which may start many runs
-            {**BATCH, "SLURM_PROCID": "0"},
-            Identity(name="gpu7", infra_rank=0),
-        ),
-        (  # a shell of salloc, on a node
-            {**TASK, "SLURM_STEP_ID": "4294967290"},
-            Identity(name="gpu7", infra_rank=1),
-        ),
-        (  # a shell of salloc, on the login host
-            {"SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2"},
-            Identity(name="host-abc123"),
-        ),
-        (
-            {
-                **TASK,
-                "SLURM_TOPOLOGY_ADDR": "top.leaf4.gpu7",
-                "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
-            },
-            Identity(name="gpu7", infra_rank=1, domain="top.leaf4", run="slurm-123.0"),
-        ),
-        (  # blocks, as of Slurm 23.11; and a node whose name has dots
-            {
-                **TASK,
-                "SLURMD_NODENAME": "gpu7.rack.example",
-                "SLURM_TOPOLOGY_ADDR": "b2.gpu7.rack.example",
-                "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node",
-            },
-            Identity(name="gpu7.rack.example", infra_rank=1, domain="b2", run="slurm-123.0"),
-        ),
+        (TASK, "gpu7", 1, "", SLURM),
+        # the second srun of a job is a run of its own
+        ({**TASK, "SLURM_STEP_ID": "1"}, "gpu7", 1, "", "slurm-123.1"),
+        # a step on some of a job's nodes, one task each
+        ({**TASK, "SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "64"}, "gpu7", 1, "", SLURM),
+        ({**TASK, **ARRAY}, "gpu7", 1, "", "slurm-120_7.0"),
+        ({**TASK, "SLURM_RESTART_COUNT": "2"}, "gpu7", 1, "", "slurm-123.0-2"),
+        ({**TASK, "SLURM_RESTART_COUNT": "0"}, "gpu7", 1, "", SLURM),
+        # a step of one task is perhaps a shell, from which many runs are started
+        ({**TASK, **ONE_TASK, "SLURM_PROCID": "0"}, "gpu7", 0, "", ""),
+        # the batch script itself, which may start many runs
+        ({**BATCH, "SLURM_PROCID": "0"}, "gpu7", 0, "", ""),
+        # a shell of salloc, on a node, and on the login host
+        ({**TASK, "SLURM_STEP_ID": "4294967290"}, "gpu7", 1, "", ""),
+        ({"SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2"}, "host-abc123", None, "", ""),
+        ({**TASK, **SWITCHES}, "gpu7", 1, "top.leaf4", SLURM),
+        ({**TASK, **BLOCKS}, "gpu7.rack.example", 1, "b2", SLURM),
         # ---- Kubernetes
-        (
-            {**JOB, "POD_NAME": "train-3-x7k2p"},
-            Identity(name="train-3", infra_rank=3, run="train-5d1f-9"),
-        ),
-        (  # of a JobSet, whose Jobs' names end in numbers too
-            {**JOB, "POD_NAME": "set-nodes-0-3-x7k2p", "JOB_NAME": "set-nodes-0"},
-            Identity(name="set-nodes-0-3", infra_rank=3, run="set-nodes-0-5d1f-9"),
-        ),
-        (JOB, Identity(name="host", infra_rank=3, run="train-5d1f-9")),
-        ({**POD, "POD_NAME": "nodes-12"}, Identity(name="nodes-12", infra_rank=12)),
-        ({**POD, "POD_NAME": ""}, Identity(name="host")),
-        ({**POD, "POD_NAME": "train-7cd9-x7k2p"}, Identity(name="train-7cd9-x7k2p")),
-        (  # a Job's name alone may have been that of an earlier Job
-            {**POD, "JOB_NAME": "build/12"},
-            Identity(name="host"),
-        ),
-        ({"JOB_COMPLETION_INDEX": "3", "JOB_UID": "u"}, Identity(name="host-abc123")),
+        ({**JOB, "POD_NAME": "train-3-x7k2p"}, "train-3", 3, "", "train-5d1f-9"),
+        ({**JOB, **OF_A_SET}, "set-nodes-0-3", 3, "", "set-nodes-0-5d1f-9"),
+        (JOB, "host", 3, "", "train-5d1f-9"),
+        ({**POD, "POD_NAME": "nodes-12"}, "nodes-12", 12, "", ""),
+        ({**POD, "POD_NAME": ""}, "host", None, "", ""),
+        ({**POD, "POD_NAME": "train-7cd9-x7k2p"}, "train-7cd9-x7k2p", None, "", ""),
+        # a Job's name alone may have been that of an earlier Job
+        ({**POD, "JOB_NAME": "build/12"}, "host", None, "", ""),
+        ({"JOB_COMPLETION_INDEX": "3", "JOB_UID": "u"}, "host-abc123", None, "", ""),
     ],
 )
-def test_what_schedulers_say(env: dict[str, str], expected: Identity) -> None:
+def test_what_schedulers_say(
+    env: dict[str, str], name: str, infra_rank: int | None, domain: str, run: str
+) -> None:
     """Each environment gives one identity."""
-    assert of(env) == expected
+    assert of(env) == Identity(name=name, infra_rank=infra_rank, domain=domain, run=run)
 
 
 def test_what_is_given_counts_more() -> None:
@@ -127,29 +95,13 @@ def test_what_is_given_counts_more() -> None:
 
 def test_tasks_of_a_step_differ_and_are_of_one_run() -> None:
     """Two hosts with three and two tasks: five names, five ranks, one run."""
-    places = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
-    found = [
-        of(
-            {
-                **TASK,
-                "SLURM_STEP_NUM_TASKS": "5",
-                "SLURMD_NODENAME": host,
-                "SLURM_NODEID": str("ab".index(host)),
-                "SLURM_LOCALID": str(local),
-                "SLURM_PROCID": str(task),
-            }
-        )
-        for task, (host, local) in enumerate(places)
-    ]
+    found = []
+    for task, place in enumerate(["a0", "a1", "a2", "b0", "b1"]):
+        here = {"SLURMD_NODENAME": place[0], "SLURM_LOCALID": place[1], "SLURM_PROCID": str(task)}
+        found.append(of({**TASK, "SLURM_STEP_NUM_TASKS": "5", **here}))
     assert [one.name for one in found] == ["a-0", "a-1", "a-2", "b-0", "b-1"]
     assert [one.infra_rank for one in found] == [0, 1, 2, 3, 4]
-    assert {one.run for one in found} == {"slurm-123.0"}
-
-
-def test_pods_of_one_index_have_one_name() -> None:
-    """The pod that a Job makes in the place of a failed one keeps its name, and so its rank."""
-    first, second = (of({**JOB, "POD_NAME": f"train-3-{end}"}) for end in ("x7k2p", "q9w4z"))
-    assert first == second
+    assert {one.run for one in found} == {SLURM}
 
 
 @pytest.mark.parametrize(

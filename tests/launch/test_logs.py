@@ -53,24 +53,20 @@ def opened(folder: Path, terminal: Terminal, slots: int = 1, **options: object) 
     return logs.cycle(make_seat(slots))
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("0", Streams.NONE),
-        ("3", Streams.BOTH),
-        ("0:3,2:1", {0: Streams.BOTH, 2: Streams.OUT}),
-    ],
-)
-def test_streams_are_read_as_torchrun_does(text: str, value: object) -> None:
-    """A number for all, or a number for each slot."""
-    assert parse_streams(text) == value
+def stdout(logs: CycleLogs, slot: int = 0) -> Path:
+    """The file that a worker writes to."""
+    path = logs.files[slot].stdout
+    assert path is not None
+    return path
 
 
-@pytest.mark.parametrize("text", ["", "4", "0:4", "x", "0:1,", "1,2", "-1"])
-def test_bad_streams_are_refused(text: str) -> None:
-    """One clear line."""
-    with pytest.raises(Mistake, match="neither 0, 1, 2 or 3"):
-        parse_streams(text)
+def test_streams_are_read_as_torchrun_does() -> None:
+    """A number for all, or a number for each slot; anything else is refused, in one clear line."""
+    assert [parse_streams(text) for text in ("0", "3")] == [Streams.NONE, Streams.BOTH]
+    assert parse_streams("0:3,2:1") == {0: Streams.BOTH, 2: Streams.OUT}
+    for text in ("", "4", "0:4", "x", "0:1,", "1,2", "-1"):
+        with pytest.raises(Mistake, match="neither 0, 1, 2 or 3"):
+            parse_streams(text)
 
 
 @pytest.mark.parametrize(
@@ -109,27 +105,21 @@ async def test_redirects_and_tee(
 
 
 def test_bytes_pass_through(tmp_path: Path, terminal: Terminal) -> None:
-    """Not UTF-8, control sequences, progress bars, empty lines, a last line without an end."""
+    """Not UTF-8, control sequences, progress bars, empty lines, a last line without an end.
+
+    A bar that ends in a carriage return waits one look for a line feed, and not for ever.
+    """
     logs = opened(tmp_path, terminal)
-    path = logs.files[0].stdout
-    assert path is not None
-    path.write_bytes(b"\xff\xfe\x1b[31mred\x1b[0m\n\n10%\r20%\rdone\r\nlast")
+    stdout(logs).write_bytes(b"10%\r")
+    until(lambda: terminal.text() == b"[rank0]:10%\r", limit_s=5)
+    with stdout(logs).open("ab") as file:
+        file.write(b"\xff\xfe\x1b[31mred\x1b[0m\n\n20%\r30%\rdone\r\nlast")
     until(lambda: b"done" in terminal.text())
     assert b"last" not in terminal.text()
     logs.close()
-    p = b"[rank0]:"
-    expected = [b"\xff\xfe\x1b[31mred\x1b[0m\n", b"\n", b"10%\r", b"20%\r", b"done\r\n", b"last\n"]
-    assert terminal.close() == b"".join(p + line for line in expected)
-
-
-def test_a_bar_that_ends_in_a_carriage_return_is_shown(tmp_path: Path, terminal: Terminal) -> None:
-    """It waits one look for a line feed, and not for ever."""
-    logs = opened(tmp_path, terminal)
-    path = logs.files[0].stdout
-    assert path is not None
-    path.write_bytes(b"10%\r")
-    until(lambda: terminal.text() == b"[rank0]:10%\r", limit_s=5)
-    logs.close()
+    expected = [b"10%\r", b"\xff\xfe\x1b[31mred\x1b[0m\n", b"\n", b"20%\r", b"30%\r"]
+    expected += [b"done\r\n", b"last\n"]
+    assert terminal.close() == b"".join(b"[rank0]:" + line for line in expected)
 
 
 def test_lines_of_ranks_do_not_mix_and_none_is_lost(tmp_path: Path, terminal: Terminal) -> None:
@@ -137,9 +127,7 @@ def test_lines_of_ranks_do_not_mix_and_none_is_lost(tmp_path: Path, terminal: Te
     logs = opened(tmp_path, terminal, slots=4)
 
     def write(rank: int) -> None:
-        path = logs.files[rank].stdout
-        assert path is not None
-        with path.open("ab", buffering=0) as file:
+        with stdout(logs, rank).open("ab", buffering=0) as file:
             for number in range(2000):
                 file.write(b"line ")
                 file.write(b"%d of %d %s\n" % (number, rank, b"x" * (number % 300)))
@@ -162,9 +150,7 @@ def test_lines_of_ranks_do_not_mix_and_none_is_lost(tmp_path: Path, terminal: Te
 def test_a_line_without_end_is_shown_in_pieces(tmp_path: Path, terminal: Terminal) -> None:
     """Memory is bounded, whatever a worker writes; no byte is lost."""
     logs = opened(tmp_path, terminal)
-    path = logs.files[0].stdout
-    assert path is not None
-    path.write_bytes(b"a" * (3 * MAX_LINE_BYTES + 5))
+    stdout(logs).write_bytes(b"a" * (3 * MAX_LINE_BYTES + 5))
     until(lambda: len(terminal.text()) > 3 * MAX_LINE_BYTES, "three pieces while it goes on")
     logs.close(60)
     pieces = terminal.close().splitlines()
@@ -175,13 +161,11 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(tmp_path: Path) -> None:
     """Writers go on, closing takes its time limit and no longer, and the file has it all."""
     out, fd = os.pipe()
     logs = Logs(folder=tmp_path, out_fd=fd, err_fd=fd).cycle(make_seat(1))
-    path = logs.files[0].stdout
-    assert path is not None
-    path.write_bytes(b"a line\n" * 100_000)
+    stdout(logs).write_bytes(b"a line\n" * 100_000)
     began = time.monotonic()
     logs.close(0.3)
     assert time.monotonic() - began < HANG_S
-    assert path.stat().st_size == 700_000
+    assert stdout(logs).stat().st_size == 700_000
     os.close(out)  # the thread that was left behind finds nobody, and ends
     until(lambda: not logs._tailer._thread.is_alive())
     os.close(fd)
@@ -192,9 +176,7 @@ def test_a_terminal_that_went_away_is_left_alone(tmp_path: Path) -> None:
     out, fd = os.pipe()
     os.close(out)
     logs = Logs(folder=tmp_path, out_fd=fd, err_fd=fd).cycle(make_seat(1))
-    path = logs.files[0].stdout
-    assert path is not None
-    path.write_bytes(b"a line\n")
+    stdout(logs).write_bytes(b"a line\n")
     logs.close(5)
     assert not logs._tailer._thread.is_alive()
     os.close(fd)
@@ -205,10 +187,8 @@ def test_names_are_safe(tmp_path: Path, terminal: Terminal) -> None:
     logs = Logs(folder=tmp_path, prefix="[${role_name}${local_rank}]:", out_fd=terminal.fd)
     cycle = logs.cycle(make_seat(1, run="../../x", first_rank=5, world_size=6))
     assert cycle.folder.parent.parent == tmp_path
-    path = cycle.files[0].stdout
-    assert path is not None
-    assert path.name == "rank_5.stdout"
-    path.write_bytes(b"x\n")
+    assert stdout(cycle).name == "rank_5.stdout"
+    stdout(cycle).write_bytes(b"x\n")
     cycle.close()
     assert terminal.close() == b"[default0]:x\n"
     (tmp_path / "file").touch()

@@ -7,7 +7,6 @@ addresses are of this test run alone, and are removed however it ends.
 import ipaddress
 import os
 import random
-import select
 import shutil
 import subprocess
 import threading
@@ -24,7 +23,8 @@ from holdfast.rendezvous.records import Keys
 from holdfast.servers import EtcdServer
 from rendezvous.torchrun.cluster import Cluster as TorchrunCluster
 
-from .cluster import SCRIPT, Cluster, Commits, descendants
+from .cluster import SCRIPT, Cluster, Commits, there
+from .node import alive
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -142,86 +142,51 @@ def url(tmp_path: Path, hosts: Hosts) -> Iterator[str]:
 
 
 class Moments:
-    """When something happened, seen by threads that wait for nothing else."""
+    """When a process had ended and a key was gone, seen by a thread that does nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str, pid: int, key: str) -> None:
         self.at: dict[str, float] = {}
-        self._threads: list[threading.Thread] = []
+        self._url, self._pid, self._key = url, pid, key
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
 
-    def process_ends(self, what: str, pid: int) -> None:
-        """Note when a process has ended."""
-        fd = os.pidfd_open(pid)
+    def _look(self) -> None:
+        limit = time.monotonic() + 60
+        with ledger.open_sync(self._url) as opened:
+            while time.monotonic() < limit and len(self.at) < 2:
+                if not alive(self._pid):
+                    self.at.setdefault("worker", time.monotonic())
+                if opened.get(self._key) is None:
+                    self.at.setdefault("lease", time.monotonic())
+                time.sleep(0.01)
 
-        def wait() -> None:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if poll.poll(60_000):
-                self.at[what] = time.monotonic()
-            os.close(fd)
-
-        self._begin(wait)
-
-    def key_goes(self, what: str, url: str, key: str) -> None:
-        """Note when a key is gone from the ledger."""
-        opened = ledger.open_sync(url)
-        entry = opened.get(key)
-        assert entry is not None
-        watch = opened.watch(key, start=entry.mod_revision + 1)
-
-        def wait() -> None:
-            limit = time.monotonic() + 60
-            while time.monotonic() < limit and what not in self.at:
-                batch = watch.next(0.5)
-                for event in batch.events if batch is not None else ():
-                    if event.entry is None and event.key == key:
-                        self.at[what] = time.monotonic()
-            watch.close()
-            opened.close()
-
-        self._begin(wait)
-
-    def _begin(self, wait: object) -> None:
-        thread = threading.Thread(target=wait, daemon=True)  # type: ignore[arg-type]
-        thread.start()
-        self._threads.append(thread)
-
-    def all(self, timeout_s: float = 70.0) -> dict[str, float]:
-        """Wait for all of them."""
-        for thread in self._threads:
-            thread.join(timeout_s)
+    def all(self) -> dict[str, float]:
+        """Wait for both."""
+        self._thread.join()
         return self.at
 
 
-def states(here: Cluster) -> dict[str, str]:
-    """Node → what it is, in a running cycle."""
-    found = here.status()
-    if found.get("cycle", {}).get("state") != "running":
-        return {}
-    return {node["name"]: node["state"] for node in found["nodes"]}
+def start(here: Cluster, hosts: Hosts, number: int, *program: str, address: str = "") -> None:
+    """Start a node on its host, at the host's own address unless another is given."""
+    here.start(
+        f"n{number}",
+        *program,
+        prefix=hosts.prefix(number + 1),
+        flags=["--local-addr", address or hosts.address(number + 1)],
+        env={"GLOO_SOCKET_IFNAME": "eth0"},
+    )
 
 
 def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, hosts: Hosts, url: str) -> None:
     """Its workers are stopped before its lease ends; the spare trains on; then it is the spare."""
     with Cluster(tmp_path, url, nnodes="2:3", flags=FLAGS) as here:
-        commits = Commits(url, "r")
-        program = (SCRIPT, "100000", "0.1", str(tmp_path / "enough"))
+        commits = Commits(url)
         for number in (0, 1, 2):
-            here.start(
-                f"n{number}",
-                *program,
-                prefix=hosts.prefix(number + 1),
-                flags=["--local-addr", hosts.address(number + 1)],
-                env={"GLOO_SOCKET_IFNAME": "eth0"},
-            )
-        here.until("step 2", lambda: here.step() >= 2, 120)
-        here.until(
-            "two and a spare", lambda: sorted(states(here).values())[1:] == ["active", "spare"]
-        )
-        assert states(here) == {"n0": "active", "n1": "active", "n2": "spare"}
-        worker = here.workers("n0")[0]
-        moments = Moments()
-        moments.process_ends("worker", worker)
-        moments.key_goes("lease", url, Keys("r").node("n0"))
+            start(here, hosts, number, SCRIPT, "100000", "0.1", str(tmp_path / "enough"))
+        here.until_step(2)
+        first = {"n0": "active", "n1": "active", "n2": "spare"}
+        here.until("two and a spare", lambda: here.states() == first)
+        moments = Moments(url, here.workers("n0")[0], Keys("r").node("n0"))
 
         cut_at, step = time.monotonic(), here.step()
         hosts.cut(1)
@@ -231,25 +196,20 @@ def test_a_host_that_is_cut_off_and_comes_back(tmp_path: Path, hosts: Hosts, url
         told = {what: round(moment - cut_at, 2) for what, moment in at.items()}
         print(f"after the cut: {told}, five steps further {again_at - cut_at:.2f} s")
         assert at["worker"] < at["lease"], told
-        assert {n: s for n, s in states(here).items() if s == "active"} == {
-            "n1": "active",
-            "n2": "active",
-        }
-        assert here.status()["cycle"]["members"][0][0] == "n2", "the spare has its rank"
-        assert here.agents["n0"].child.alive()
+        assert here.members() == ["n2", "n1"], "the spare has its rank"
+        assert here.agents["n0"].alive()
 
         hosts.heal(1)
-        here.until("n0 as a spare", lambda: states(here).get("n0") == "spare", 60)
-        cycle, step = here.status()["cycle"]["number"], here.step()
+        here.until("n0 as a spare", lambda: here.states().get("n0") == "spare", 60)
+        step = here.step()
         here.until("progress after the return", lambda: here.step() >= step + 5)
-        assert here.status()["cycle"]["number"] == cycle == 2, "its return ended a cycle"
+        assert here.cycle().number == 2, "its return ended a cycle"
 
-        below = [pid for agent in here.all for pid in descendants(agent.pid)]
+        below = here.below()
         (tmp_path / "enough").touch()
-        assert [here.agents[name].code(60) for name in ("n0", "n1", "n2")] == [0, 0, 0]
-        steps = here.committed("step")
-        assert here.committed("total") == steps * (steps + 1) // 2
-        assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+        assert here.codes("n0", "n1", "n2", timeout_s=60) == [0, 0, 0]
+        here.trained()
+        assert not there(below)
         commits.close()
 
 
@@ -261,24 +221,15 @@ def test_a_rank_0_that_nobody_reaches_loses_its_rank_and_is_told_why(
     flags = [*FLAGS[2:], "--spares", str(count - 2), "--max-restarts", "0"]
     with Cluster(tmp_path, url, nnodes=f"2:{count}", flags=flags) as here:
         names = [f"n{number}" for number in range(count)]
-        for number, name in enumerate(names):
-            address = hosts.address(number + 1) if number else "127.0.0.1"
-            here.start(
-                name,
-                SCRIPT,
-                "5",
-                "0.1",
-                prefix=hosts.prefix(number + 1),
-                flags=["--local-addr", address],
-                env={"GLOO_SOCKET_IFNAME": "eth0"},
-            )
-        assert [here.agents[name].code(120) for name in names] == [0] * count, here.story()
-        said = here.agents["n0"].log.read_text()
+        start(here, hosts, 0, SCRIPT, "5", "0.1", address="127.0.0.1")
+        for number in range(1, count):
+            start(here, hosts, number, SCRIPT, "5", "0.1")
+        assert here.codes(*names, timeout_s=120) == [0] * count, here.story()
+        said = here.said("n0")
         assert "1 of 1 other nodes do not reach it at 127.0.0.1: n1" in said
-        assert "n0 is not reached at 127.0.0.1" in here.agents["n1"].log.read_text()
+        assert "n0 is not reached at 127.0.0.1" in here.said("n1")
         assert "has succeeded after 2 cycles" in said
-        members = [member[0] for member in here.status()["cycle"]["members"]]
-        assert members == (["n2", "n1"] if count == 3 else ["n1", "n0"])
+        assert here.members() == (["n2", "n1"] if count == 3 else ["n1", "n0"])
 
 
 def test_a_rank_0_that_nobody_reaches_under_torchrun(
@@ -288,27 +239,15 @@ def test_a_rank_0_that_nobody_reaches_under_torchrun(
     with TorchrunCluster(tmp_path, url, nnodes="2:3") as here:
         for number in range(3):
             address = hosts.address(number + 1) if number else "127.0.0.1"
-            here.train(
-                5,
-                workers=1,
+            here.start(
+                *(SCRIPT, "5", "0.1"),
                 conf=f"last_call_timeout=60,spares=1,node_name=n{number},infra_rank={number}",
                 prefix=hosts.prefix(number + 1),
                 flags=["--local-addr", address],
-                interface="eth0",
+                env={"GLOO_SOCKET_IFNAME": "eth0"},
             )
-        assert here.codes(*here.nodes, timeout_s=180) == [0, 0, 0], here.story()
+        assert here.codes("n0", "n1", "n2", timeout_s=180) == [0, 0, 0], here.story()
         cycle = here.cycle()
         assert [member.name for member in cycle.members] == ["n2", "n1"]
         assert [cause.kind for cause in cycle.history] == ["unreachable"]
-        assert "this node comes after all spares" in (tmp_path / "node0.log").read_text()
-
-
-def test_nothing_is_left_of_the_hosts(hosts: Hosts) -> None:
-    """Bridge, cables and namespaces go with the test, also when something fails in between."""
-    with Hosts(2) as more:
-        assert more.bridge != hosts.bridge
-        mark = more._mark
-        assert mark in ip("link", "show")
-    assert mark not in ip("link", "show")
-    assert mark not in ip("netns", "list")
-    assert hosts._mark in ip("netns", "list"), "the others are still there"
+        assert "this node comes after all spares" in here.said("n0")

@@ -7,17 +7,16 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
 from holdfast.errors import Mistake, NoRoom, TimedOut, UnknownOutcome
 from holdfast.launch import agent, commands, flags
 from holdfast.launch.commands import launch
-from holdfast.launch.crew import Leaving, NodeCrew, Settings
+from holdfast.launch.crew import Leaving, NodeCrew, Plan
 from holdfast.launch.identity import Identity
 from holdfast.launch.logs import CycleLogs, Logs, Streams
 from holdfast.launch.spec import Seat, Spec
@@ -25,66 +24,81 @@ from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.workers import Workers
 from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.rendezvous.records import Cause, Keys, Rules
-from holdfast.rendezvous.rendezvous import Place, Rendezvous
+from holdfast.rendezvous.overview import say
+from holdfast.rendezvous.records import Cause, Keys, Place, Rules
+from holdfast.rendezvous.rendezvous import Rendezvous
 from launch.node import alive, auntil, numbers
 from patience import HANG_S
-from rendezvous.meeting import RUN, meeting
+from rendezvous.meeting import RUN, working
 
-PLACE = Place(1, 7, 0, 1, 0, 2, 2, "127.0.0.1", 29_500)
-RULES = Rules(minimum=2, maximum=3, spares=1, last_call_s=0.2, settle_s=0.2, join_s=20.0)
-DEAF = "trap '' TERM; echo $$ >> {0}/pids; while :; do sleep 0.05; done"
+DEAF = "trap '' TERM; echo $$ >> FOLDER/pids; while :; do sleep 0.05; done"
 
 
 class FullLogs(Logs, frozen=True, kw_only=True):
     """Logs on a disk without room."""
 
     def cycle(self, seat: Seat) -> CycleLogs:
-        raise NoRoom(f"the log folder of cycle {seat.cycle}: no space left on device")
+        raise NoRoom(f"the log folder of cycle {seat.place.cycle}: no space left on device")
 
 
-@contextlib.asynccontextmanager
-async def a_crew(
-    folder: Path, text: str, *, slots: int = 2, grace_s: float = 5.0, **changes: Any
-) -> AsyncIterator[tuple[NodeCrew, Warden, agent.Plan]]:
+class ACrew:
     """The crew of a node, without its agent; `text` is what the shell runs as a worker."""
-    warden = Warden()
-    spec = Spec(
-        entry="sh",
-        kind="program",
-        args=("-c", text.format(folder)),
-        slots=slots,
-        env=dict(os.environ),
-    )
-    settings = Settings(
-        run="r",
-        node="n0",
-        address="127.0.0.1",
-        ledger_url=f"sqlite:///{folder}/ledger.db",
-        max_restarts=3,
-        lease_s=changes.get("lease_s", 10.0),
-        grace_s=grace_s,
-    )
-    kind = changes.get("logs", Logs)
-    logs = kind(folder=folder / "logs", redirects=Streams.BOTH, tee=Streams.NONE)
-    crew = NodeCrew(spec, settings, logs, pool=None, warden=warden, say=lambda _: None)
-    until_s = boottime_s() + changes.get("valid_s", 60.0)
-    crew.rendezvous = cast(Rendezvous, SimpleNamespace(valid_until=until_s))
-    rules = Rules(minimum=1, maximum=1, join_s=20.0)
-    plan = agent.Plan(
-        spec=spec,
-        settings=settings,
-        identity=Identity(name="n0"),
-        rules=rules,
-        logs=logs,
-        warm=False,
-    )
-    try:
-        yield crew, warden, plan
-    finally:
+
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        *,
+        slots: int = 1,
+        valid_s: float = 60.0,
+        logs: type[Logs] = Logs,
+        **changes: float,
+    ) -> None:
+        args = ("-c", text.replace("FOLDER", str(folder)))
+        self.plan = Plan(
+            run="r",
+            identity=Identity(name="n0"),
+            address="127.0.0.1",
+            ledger_url=f"sqlite:///{folder}/ledger.db",
+            spec=Spec(entry="sh", kind="program", args=args, slots=slots, env=dict(os.environ)),
+            rules=Rules(minimum=1, maximum=1, join_s=20.0),
+            logs=logs(folder=folder / "logs", redirects=Streams.BOTH, tee=Streams.NONE),
+            **({"lease_s": 10.0, "grace_s": 5.0} | changes),  # type: ignore[arg-type]
+        )
+        self.warden = Warden()
+        self.crew = NodeCrew(self.plan, pool=None, warden=self.warden)
+        until_s = boottime_s() + valid_s
+        self.crew.rendezvous = cast(Rendezvous, SimpleNamespace(valid_until=until_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         with contextlib.suppress(TimedOut):
-            await crew.stop(None)
-        await warden.close()
+            await self.crew.stop(None)
+        await self.warden.close()
+
+    async def start(self) -> None:
+        """Start the workers of a node that is alone."""
+        slots = self.plan.spec.slots
+        await self.crew.start(Place(1, 7, 0, 1, 0, slots, slots, "127.0.0.1", 29_500))
+
+    async def outcome(self) -> Cause | None:
+        """How the workers have ended."""
+        async with asyncio.timeout(HANG_S):
+            return await self.crew.outcome()
+
+    async def leaves(self) -> str:
+        """The node takes part, and leaves because it cannot work; returns why."""
+        async with asyncio.timeout(HANG_S):
+            code, reason = await agent._take_part(self.plan, self.crew)
+        assert code == 70
+        return reason
+
+    async def kill_warden(self) -> None:
+        """The warden dies, and the agent hears of it."""
+        os.kill(self.warden.pid, signal.SIGKILL)
+        await auntil(self.warden.failed.done, "the warden's end")
 
 
 # ---- workers that are still there --------------------------------------------------------
@@ -94,14 +108,14 @@ async def test_a_new_cycle_in_the_middle_of_a_stop_leaves_no_worker_behind(
     tmp_path: Path,
 ) -> None:
     """One worker fails, the other will not end; others have opened the next cycle meanwhile."""
-    text = "[ $LOCAL_RANK = 1 ] || { until [ -e {0}/pids ]; do sleep 0.05; done; exit 3; }; "
-    text = text.replace("{ until", "{{ until").replace("exit 3; }", "exit 3; }}") + DEAF
-    async with a_crew(tmp_path, text, grace_s=1.0) as (crew, _, _plan):
-        await crew.start(PLACE)
-        async with asyncio.timeout(HANG_S):
-            cause = await crew.outcome()
+    fails = "until [ -e FOLDER/pids ]; do sleep 0.05; done; exit 3"
+    text = f"[ $LOCAL_RANK = 1 ] || {{ {fails}; }}; {DEAF}"
+    async with ACrew(tmp_path, text, slots=2, grace_s=1.0) as here:
+        await here.start()
+        cause = await here.outcome()
         [pid] = numbers(tmp_path / "pids", 1)
         assert alive(pid), "the failure is reported before anything is stopped"
+        crew = here.crew
         stop = asyncio.create_task(crew.stop(cause))
         await auntil(lambda: crew._workers is None or crew._workers._stopping, "a stop")
         stop.cancel()
@@ -114,13 +128,13 @@ async def test_the_second_signal_counts_also_while_workers_are_being_started(
     tmp_path: Path,
 ) -> None:
     """Workers that ignore SIGTERM are not waited for, whenever the signals came."""
-    async with a_crew(tmp_path, DEAF, grace_s=30.0) as (crew, _, _plan):
-        crew.leave(Leaving("SIGTERM", 143))
-        crew.kill()
-        await crew.start(PLACE)
+    async with ACrew(tmp_path, DEAF, slots=2, grace_s=30.0) as here:
+        here.crew.leave(Leaving("SIGTERM", 143))
+        here.crew.kill()
+        await here.start()
         await asyncio.to_thread(numbers, tmp_path / "pids", 2)
         began = time.monotonic()
-        await crew.stop(None)
+        await here.crew.stop(None)
         assert time.monotonic() - began < 20  # the grace is 30 s
 
 
@@ -135,11 +149,8 @@ async def test_a_worker_that_cannot_be_killed_ends_the_node(
         raise TimedOut("processes 7 cannot be killed: they hang in the kernel")
 
     monkeypatch.setattr(Workers, "stop", hangs)
-    async with a_crew(tmp_path, "exit 3", slots=1) as (crew, _, plan):
-        async with asyncio.timeout(HANG_S):
-            code, reason = await agent._take_part(plan, crew)
-        assert code == 70
-        assert "cannot be killed" in reason
+    async with ACrew(tmp_path, "exit 3") as here:
+        assert "cannot be killed" in await here.leaves()
 
 
 # ---- a node that cannot work --------------------------------------------------------------
@@ -147,56 +158,45 @@ async def test_a_worker_that_cannot_be_killed_ends_the_node(
 
 async def test_a_node_whose_warden_died_before_it_got_a_rank_leaves(tmp_path: Path) -> None:
     """It does not take the rank, fail to start and come back for it, for ever."""
-    async with a_crew(tmp_path, "sleep 60", slots=1) as (crew, warden, plan):
-        os.kill(warden.pid, signal.SIGKILL)
-        await auntil(warden.failed.done, "the warden's end")
-        async with asyncio.timeout(HANG_S):
-            code, reason = await agent._take_part(plan, crew)
-        assert code == 70
-        assert "warden" in reason
+    async with ACrew(tmp_path, "sleep 60") as here:
+        await here.kill_warden()
+        assert "warden" in await here.leaves()
 
 
 async def test_a_spare_whose_warden_died_leaves_at_once(tmp_path: Path) -> None:
     """And not when it is needed."""
-    async with a_crew(tmp_path, "sleep 60", slots=1) as (crew, warden, _):
-        leaving = asyncio.create_task(crew.leaving())
-        os.kill(warden.pid, signal.SIGKILL)
+    async with ACrew(tmp_path, "sleep 60") as here:
+        leaving = asyncio.create_task(here.crew.leaving())
+        await here.kill_warden()
         async with asyncio.timeout(HANG_S):
             assert "warden" in await leaving
-        assert crew.left is not None
-        assert crew.left.exit_code == 70
+        assert here.crew.left is not None
+        assert here.crew.left.exit_code == 70
 
 
 async def test_a_node_with_a_full_disk_leaves(tmp_path: Path) -> None:
     """Its workers cannot start there: it does not come back for its rank, for ever."""
-    async with a_crew(tmp_path, "sleep 60", slots=1, logs=FullLogs) as (crew, _, plan):
-        async with asyncio.timeout(HANG_S):
-            code, reason = await agent._take_part(plan, crew)
-        assert code == 70
-        assert "no space left" in reason
+    async with ACrew(tmp_path, "sleep 60", logs=FullLogs) as here:
+        assert "no space left" in await here.leaves()
 
 
 async def test_workers_that_the_warden_stopped_did_not_fail(tmp_path: Path) -> None:
     """The agent was late, or the ledger: that is not held against the workers' budget."""
-    async with a_crew(tmp_path, "sleep 60", slots=1, lease_s=1.0, valid_s=0.9) as (crew, *_):
-        await crew.start(PLACE_OF_ONE)
-        async with asyncio.timeout(HANG_S):
-            cause = await crew.outcome()
+    async with ACrew(tmp_path, "sleep 60", lease_s=1.0, valid_s=0.9) as here:
+        await here.start()
+        cause = await here.outcome()
         assert cause is not None
         assert cause.kind == "lost"
 
 
 async def test_stacks_that_cannot_be_written_stop_nobody_from_stopping(tmp_path: Path) -> None:
     """A full disk is no reason to leave hanging workers running."""
-    async with a_crew(tmp_path, DEAF, slots=1, grace_s=0.2) as (crew, *_):
-        await crew.start(PLACE_OF_ONE)
+    async with ACrew(tmp_path, DEAF, grace_s=0.2) as here:
+        await here.start()
         [pid] = await asyncio.to_thread(numbers, tmp_path / "pids", 1)
         (tmp_path / "logs" / "r" / "cycle_1" / "stacks_n0.txt").mkdir()
-        await crew.stop(Cause(kind="hung"))
+        await here.crew.stop(Cause(kind="hung"))
         assert not alive(pid)
-
-
-PLACE_OF_ONE = Place(1, 7, 0, 1, 0, 1, 1, "127.0.0.1", 29_500)
 
 
 def test_a_terminal_that_has_gone_away_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_a_terminal_that_has_gone_away_ends_no_node(monkeypatch: pytest.MonkeyPa
     gone = os.fdopen(write, "w")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", gone)
-        agent._say("cycle 2: node 0 of 1")
-        agent._say("cycle 3: node 0 of 1")
+        say("cycle 2: node 0 of 1")
+        say("cycle 3: node 0 of 1")
     with contextlib.suppress(OSError):
         gone.close()
 
@@ -235,13 +235,10 @@ class _NoAnswer:
 
 async def test_draining_at_once_costs_one_cycle_and_says_when(tmp_path: Path) -> None:
     """Also when the answer is lost, and the next cycle runs before anybody looks again."""
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
+    async with working(f"sqlite:///{tmp_path}/ledger.db") as here:
 
         async def late() -> None:
-            await here.until("cycle 2", lambda: len(here["n1"].crew.places) == 2)
+            await here.cycles(2, "n1")
 
         runtime = LiveRuntime(cast(Ledger, _NoAnswer(here.ledger, late)))
         cycle = (await here.look()).cycle
@@ -254,7 +251,7 @@ async def test_draining_at_once_costs_one_cycle_and_says_when(tmp_path: Path) ->
 # ---- bad calls, paths, secrets -------------------------------------------------------------
 
 
-def resolved(*args: str) -> agent.Plan:
+def resolved(*args: str) -> Plan:
     """What `holdfast launch` makes of a call."""
     context = launch.make_context("launch", list(args))
     given = dict(context.params)
@@ -271,14 +268,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_workers_are_led_to_the_ledger_whatever_folder_they_are_in(home: Path) -> None:
     """A relative path would lead a worker that changes its folder to another, empty ledger."""
-    plan = resolved("--ledger", "sqlite:///mine.db", "x.py")
-    assert plan.settings.ledger_url == f"sqlite:///{home}/mine.db"
-    found = resolved("--ledger", "sqlite:///a@b/mine.db", "x.py").settings.ledger_url
-    assert found == f"sqlite:///{home}/a%40b/mine.db"
     (home / "ca.pem").write_text("")
-    secret = "etcd://me:p%40ss,word@127.0.0.1:2379,127.0.0.2:2379?ca=ca.pem"
-    found = resolved("--ledger", secret, "x.py").settings.ledger_url
-    assert found == (f"etcd://me:p%40ss,word@127.0.0.1:2379,127.0.0.2:2379?ca={home}/ca.pem")
+    etcd = "etcd://me:p%40ss,word@127.0.0.1:2379,127.0.0.2:2379?ca="
+    for given, meant in (
+        ("sqlite:///mine.db", f"sqlite:///{home}/mine.db"),
+        ("sqlite:///a@b/mine.db", f"sqlite:///{home}/a%40b/mine.db"),
+        (f"{etcd}ca.pem", f"{etcd}{home}/ca.pem"),
+    ):
+        assert resolved("--ledger", given, "x.py").ledger_url == meant
 
 
 @pytest.mark.usefixtures("home")

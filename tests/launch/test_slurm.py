@@ -60,17 +60,13 @@ class Step:
         return self.child.wait(timeout_s)
 
 
-def _members(step: Step) -> list[tuple[str, str]]:
-    found = step.records.status()
-    return [(node["name"], node["domain"]) for node in found["nodes"]]
-
-
 def test_names_order_and_job_come_from_slurm(slurm: Slurm, tmp_path: Path) -> None:
     """Nothing but --nnodes is given; it trains to its end, and srun ends with 0."""
     step = Step(slurm, tmp_path, SCRIPT, "10", "0.02")
     assert step.code() == 0, step.log.read_text()
     assert step.records.committed("step") == 10
-    assert _members(step) == [("n1", "top.leaf1"), ("n2", "top.leaf2")]
+    members = [(one.name, one.domain) for one in step.records.cycle().members]
+    assert members == [("n1", "top.leaf1"), ("n2", "top.leaf2")]
     assert f"{step.run} has succeeded after 1 cycle" in step.log.read_text()
 
 
@@ -93,10 +89,9 @@ def test_a_killed_worker_is_replaced(slurm: Slurm, tmp_path: Path) -> None:
     record = step.until("step 2", lambda: step.records.step() >= 2 and _rank_1(step))
     os.kill(slurm.pid("n2", record["pid"]), signal.SIGKILL)
     assert step.code() == 0, step.log.read_text()
-    assert step.records.committed("step") == 40
-    assert step.records.committed("total") == 40 * 41 // 2
+    step.records.trained(40)
     assert _rank_1(step)["cycle"] == 2
-    assert [cause["kind"] for cause in step.records.status()["cycle"]["history"]] == ["failed"]
+    assert [cause.kind for cause in step.records.cycle().history] == ["failed"]
 
 
 def _rank_1(step: Step) -> Any:
@@ -151,11 +146,11 @@ def test_the_example_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
     number = slurm.job(tmp_path.name)
     here = Cluster(tmp_path, f"etcd://127.0.0.1:{port}", run=f"slurm-{number}-0", nnodes="1:2")
     try:
-        slurm.until("a spare", lambda: _states(here) == {"n1": "active", "n2": "spare"})
+        slurm.until("a spare", lambda: here.states() == {"n1": "active", "n2": "spare"})
         slurm.until("training", lambda: here.step() >= 2)
         agent = _agent(slurm, here, "n2")
         os.kill(agent, signal.SIGKILL)
-        slurm.until("its end", lambda: _states(here) == {"n1": "active"})
+        slurm.until("its end", lambda: here.states() == {"n1": "active"})
         enough.touch()
         ended = slurm.until("end", lambda: _ended(slurm, number), 60)
         assert "JobState=COMPLETED" in ended
@@ -169,10 +164,6 @@ def _ended(slurm: Slurm, number: str) -> str:
     """What Slurm says of a job that has ended; empty before."""
     told = slurm.run("scontrol", "show", "job", number)
     return "" if "State=RUNNING" in told or "State=COMPLETING" in told else told
-
-
-def _states(here: Cluster) -> dict[str, str]:
-    return {node["name"]: node["state"] for node in here.status().get("nodes", ())}
 
 
 def _agent(slurm: Slurm, here: Cluster, node: str) -> int:

@@ -1,7 +1,7 @@
 """Four active nodes, two spares, and everything that can happen to them. Long."""
 
+import contextlib
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from holdfast import proc
 from holdfast.chaos.proxy import ProxyThread
 from holdfast.servers import EtcdCluster
 
-from .cluster import SCRIPT, Agent, Cluster, Commits, descendants
+from .cluster import SCRIPT, Cluster, Commits, descendants, there
 
 LEASE_S = 3.0
 FLAGS = ["--spares", "2", "--lease", str(LEASE_S), "--last-call", "60", "--max-restarts", "100"]
+IDLE = ("spare", "parked")
 NAMES = [f"n{number}" for number in range(6)]
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -25,31 +27,29 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 class Storm:
     """A cluster that trains, and a hand that breaks it; each blow is seen to be survived."""
 
-    def __init__(self, here: Cluster, luck: random.Random) -> None:
-        self.here, self.luck = here, luck
-        self.stopped: list[int] = []
-
-    def active(self) -> list[str]:
-        """The nodes that hold ranks, by rank."""
-        return [member[0] for member in self.here.status()["cycle"]["members"]]
+    def __init__(self, here: Cluster) -> None:
+        self.here = here
 
     def spares(self) -> list[str]:
         """Living nodes without a rank."""
-        idle = ("spare", "parked")
-        return [n["name"] for n in self.here.status()["nodes"] if n["state"] in idle]
+        return [name for name, state in self.here.states().items() if state in IDLE]
 
     def worker(self, name: str) -> int:
         """A worker's pid."""
         return next(iter(self.here.workers(name).values()))
 
-    def kill_agent(self, name: str) -> int:
-        """Kill a node's agent; returns its pid."""
-        self.here.agents[name].child.process.kill()
-        return self.here.agents[name].pid
+    def kill(self, blow: str, *names: str) -> None:
+        """Kill agents, see that training goes on, and start them again under their names."""
+        agents = [self.here.agents[name] for name in names]
+        self.blow(blow, lambda: _signal(signal.SIGKILL, agents))
+        for name in names:
+            self.start(name)
+        self.all_there()
 
-    def back(self, name: str) -> Agent:
-        """A node is started again, under its old name."""
-        return self.here.start(name, SCRIPT, *self.here.program)
+    def start(self, name: str, url: str | None = None) -> None:
+        """A node comes; `url`: its own way to the ledger."""
+        enough = str(self.here.folder / "enough")
+        self.here.start(name, SCRIPT, "100000", "0.1", enough, url=url)
 
     def goes_on(self, blow: str) -> None:
         """Training is three steps further than it was, in a cycle with all four nodes."""
@@ -66,89 +66,83 @@ class Storm:
         self.here.until("four and two", lambda: len(self.spares()) == 2, 90)
 
 
-def _stop(storm: Storm, pids: list[int], seconds: float) -> None:
+def _signal(number: int, agents: list[proc.Child]) -> None:
+    for agent in agents:
+        agent.signal_alone(number)
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that run, zombies left out."""
+    return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
+
+
+def _stop(pids: list[int]) -> None:
+    """Stop processes for longer than their lease lasts."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)
+    time.sleep(2.5 * LEASE_S)
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            continue
 
 
 def _play(storm: Storm) -> None:
     here = storm.here
-    storm.blow("kill a worker", lambda: os.kill(storm.worker(storm.active()[2]), 9))
-    storm.blow("kill rank 0's worker", lambda: os.kill(storm.worker(storm.active()[0]), 9))
-    victim = storm.active()[3]
-    storm.blow("kill an agent", lambda: storm.kill_agent(victim))
-    storm.back(victim)
-    storm.all_there()
-    first = storm.active()[0]
-    storm.blow("kill rank 0's agent", lambda: storm.kill_agent(first))
-    storm.back(first)
-    storm.all_there()
-    spare = storm.spares()[0]
-    cycle = here.status()["cycle"]["number"]
-    storm.blow("kill a spare", lambda: storm.kill_agent(spare))
-    assert here.status()["cycle"]["number"] == cycle, "a spare's death ended a cycle"
-    storm.back(spare)
-    storm.all_there()
-    one, two = storm.active()[1], storm.active()[2]
-    storm.blow("kill two agents", lambda: [storm.kill_agent(name) for name in (one, two)])
-    storm.back(one)
-    storm.back(two)
-    storm.all_there()
-    asleep = storm.active()[1]
+    storm.blow("kill a worker", lambda: os.kill(storm.worker(here.members()[2]), 9))
+    storm.blow("kill rank 0's worker", lambda: os.kill(storm.worker(here.members()[0]), 9))
+    storm.kill("kill an agent", here.members()[3])
+    storm.kill("kill rank 0's agent", here.members()[0])
+    cycle = here.cycle().number
+    storm.kill("kill a spare", storm.spares()[0])
+    assert here.cycle().number == cycle, "a spare's death ended a cycle"
+    storm.kill("kill two agents", *here.members()[1:3])
+    asleep = here.members()[1]
     workers = list(here.workers(asleep).values())
-    storm.blow(
-        "stop an agent for longer than its lease",
-        lambda: _stop(storm, [here.agents[asleep].pid], 2.5 * LEASE_S),
-    )
-    assert not [pid for pid in workers if Path(f"/proc/{pid}/exe").exists()], "workers live on"
-    storm.all_there()
-    asleep = storm.active()[2]
     agent = here.agents[asleep].pid
-    storm.blow(
-        "stop a whole node for longer than its lease",
-        lambda: _stop(storm, [*descendants(agent), agent], 2.5 * LEASE_S),
-    )
+    storm.blow("stop an agent", lambda: _stop([agent]))
+    assert not running(workers), "workers live on"
+    storm.all_there()
+    node = here.agents[here.members()[2]].pid
+    storm.blow("stop a whole node", lambda: _stop([*descendants(node), node]))
     storm.all_there()
 
 
-def _end(storm: Storm, commits: Commits) -> None:
-    """Everybody exits 0, nothing is left, and the result is right."""
-    here = storm.here
-    living = [agent for agent in here.all if agent.child.alive()]
-    below = [pid for agent in living for pid in descendants(agent.pid)]
-    assert [agent.code(200) for agent in living] == [0] * 6, here.story()
-    steps = here.committed("step")
-    assert here.committed("total") == steps * (steps + 1) // 2
-    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
-    commits.close()
+@contextlib.contextmanager
+def storm_on(folder: Path, url: str, n1_url: str | None = None) -> Iterator[Storm]:
+    """Six nodes that train; in the end everybody exits 0, nothing is left, the result is right.
+
+    `n1_url`: the way of n1 to the ledger.
+    """
+    with Cluster(folder, url, nnodes="4:6", flags=FLAGS) as here:
+        commits, storm = Commits(url), Storm(here)
+        for name in NAMES:
+            storm.start(name, n1_url if name == "n1" else None)
+        here.until_step(2)
+        storm.all_there()
+        yield storm
+        (folder / "enough").touch()
+        below = here.below()
+        living = [name for name, agent in here.agents.items() if agent.alive()]
+        assert here.codes(*living, timeout_s=200) == [0] * 6, here.story()
+        here.trained()
+        assert not there(below)
+        commits.close()
 
 
 def test_storm_on_sqlite(tmp_path: Path) -> None:
     """Everything in turn; nobody commits under another's rank; the end is right."""
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    with Cluster(tmp_path, url, nnodes="4:6", flags=FLAGS) as here:
-        commits = Commits(url, "r")
-        here.program = ("100000", "0.1", str(tmp_path / "enough"))
-        for name in NAMES:
-            here.start(name, SCRIPT, *here.program)
-        storm = Storm(here, random.Random(0))
-        here.until("step 2", lambda: here.step() >= 2, 240)
-        storm.all_there()
+    with storm_on(tmp_path, f"sqlite:///{tmp_path}/ledger.db") as storm:
         _play(storm)
-        (tmp_path / "enough").touch()
-        _end(storm, commits)
 
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
     with EtcdCluster(3, tmp_path / "etcd") as cluster:
         yield cluster
+
+
+def _cut(proxy: Any) -> None:
+    proxy.cut("blackhole")
 
 
 def _url(endpoints: list[tuple[str, int]]) -> str:
@@ -160,63 +154,21 @@ def test_storm_on_etcd_with_a_cut_node_and_a_dead_member(
 ) -> None:
     """Three members of etcd, one of which dies; a node that is cut off stops its workers."""
     url = _url(etcd.endpoints)
-    with (
-        Cluster(tmp_path, url, nnodes="4:6", flags=FLAGS) as here,
-        _Proxies(etcd) as proxies,
-    ):
-        commits = Commits(url, "r")
-        here.program = ("100000", "0.1", str(tmp_path / "enough"))
-        for name in NAMES:
-            own = proxies.url if name == "n1" else None
-            here.start(name, SCRIPT, *here.program, url=own)
-        storm = Storm(here, random.Random(0))
-        here.until("step 2", lambda: here.step() >= 2, 240)
-        storm.all_there()
-        assert "n1" in storm.active()
+    with contextlib.ExitStack() as stack:
+        ways = [ProxyThread(host, port) for host, port in etcd.endpoints]
+        for way in ways:
+            stack.enter_context(way)
+        n1_url = _url([way.address for way in ways])
+        storm = stack.enter_context(storm_on(tmp_path, url, n1_url))
+        here = storm.here
+        assert "n1" in here.members()
         workers = list(here.workers("n1").values())
-        storm.blow("cut a node off from the ledger", lambda: proxies.cut())
-        here.until(
-            "its workers stopped",
-            lambda: not [pid for pid in workers if Path(f"/proc/{pid}/exe").exists()],
-        )
-        proxies.heal()
+        storm.blow("cut a node off from the ledger", lambda: [way.do(_cut) for way in ways])
+        here.until("its workers stopped", lambda: not running(workers))
+        for way in ways:
+            way.do(lambda proxy: proxy.heal())
         storm.all_there()
         storm.blow("kill a member of etcd", etcd.members[0].kill)
-        storm.blow("kill a worker", lambda: os.kill(storm.worker(storm.active()[1]), 9))
-        victim = storm.active()[0]
-        storm.blow("kill rank 0's agent", lambda: storm.kill_agent(victim))
-        storm.back(victim)
-        storm.all_there()
+        storm.blow("kill a worker", lambda: os.kill(storm.worker(here.members()[1]), 9))
+        storm.kill("kill rank 0's agent", here.members()[0])
         etcd.members[0].restart()
-        (tmp_path / "enough").touch()
-        _end(storm, commits)
-
-
-class _Proxies:
-    """One node's own way to every member of etcd, that can be cut."""
-
-    def __init__(self, etcd: EtcdCluster) -> None:
-        self._proxies = [ProxyThread(host, port) for host, port in etcd.endpoints]
-
-    def __enter__(self) -> "_Proxies":
-        for proxy in self._proxies:
-            proxy.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for proxy in self._proxies:
-            proxy.__exit__(None, None, None)
-
-    @property
-    def url(self) -> str:
-        return _url([proxy.address for proxy in self._proxies])
-
-    def _all(self, action: Callable[[Any], object]) -> None:
-        for proxy in self._proxies:
-            proxy.do(action)
-
-    def cut(self) -> None:
-        self._all(lambda proxy: proxy.cut("blackhole"))
-
-    def heal(self) -> None:
-        self._all(lambda proxy: proxy.heal())

@@ -20,8 +20,8 @@ TORCH = {
 """The flags of the torch that is installed, as its own parser has them."""
 
 
-def dry_run(folder: Path, *args: str, **env: str) -> dict[str, object]:
-    """What a call would start."""
+def dry_run(folder: Path, *args: str, said: str = "", **env: str) -> dict[str, object]:
+    """What a call would start, and what it says of its flags."""
     ledger = f"sqlite:///{folder}/l.db"
     found = CliRunner().invoke(
         launch,
@@ -30,6 +30,7 @@ def dry_run(folder: Path, *args: str, **env: str) -> dict[str, object]:
         catch_exceptions=False,
     )
     assert found.exit_code == 0, found.output
+    assert said in found.stderr
     plan: dict[str, object] = json.loads(found.stdout)
     return plan
 
@@ -56,6 +57,15 @@ def test_every_spelling_of_torchruns_is_understood(name: str, tmp_path: Path) ->
                 dry_run(tmp_path, written, *value, *script)
         else:
             assert dry_run(tmp_path, written, *value, *script)["entry"] == "true"
+
+
+def test_the_flags_of_the_script_are_its_own(tmp_path: Path) -> None:
+    """They are handed on as they are; a flag that is not used is told."""
+    told = "--master-port is not used: a port is chosen for every cycle"
+    flags = ("--nproc_per_node=2", "--rdzv_id", "mine", "--master_port", "29500")
+    plan = dry_run(tmp_path, *flags, "train.py", "--own_flag", "-x", said=told)
+    assert (plan["run"], plan["workers"]) == ("mine", 2)
+    assert plan["args"] == ["--own_flag", "-x"]
 
 
 def test_the_variables_of_torchrun_count_and_the_command_line_counts_more(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def run(folder: Path, *args: str) -> None:
     """One run to its end, warm, which takes some 6 s."""
     folder.mkdir()
     with Cluster(folder, f"sqlite:///{folder}/ledger.db", nnodes="1", flags=FLAGS) as here:
-        agent = here.start("n0", SCRIPT, "20", str(folder / "snapshot.pt"), *args)
-        assert agent.code(90) == 0, here.story()
+        here.start("n0", SCRIPT, "20", str(folder / "snapshot.pt"), *args)
+        assert here.codes("n0", timeout_s=90) == [0], here.story()
         events = "".join(path.read_text() for path in folder.rglob("events/*.jsonl"))
         assert '"warm":true' in events
 

@@ -19,7 +19,7 @@ from holdfast.launch import warden_process
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.proc import spawn
 from launch import node
-from launch.node import alive, auntil, make_spec, numbers, script, started, state, until
+from launch.node import alive, auntil, failed, make_spec, numbers, script, started, state, until
 from patience import HANG_S
 
 # Rank 1 ends at once and leaves a child behind; rank 0 goes on.
@@ -120,8 +120,8 @@ async def test_renewed_workers_live(tmp_path: Path) -> None:
     """Also past the first deadline; released ones are not touched at all."""
     warden = Warden()
     warden.renew(boottime_s() + 20)
-    path = script(tmp_path, "import time\ntime.sleep(600)")
-    async with started(make_spec(path), tmp_path, guard=warden.guard) as workers:
+    spec = make_spec("sleep", "600", kind="program")
+    async with started(spec, tmp_path, guard=warden.guard) as workers:
         for _ in range(25):  # 2.5 s, and no pause of a busy machine takes 2 s of them
             warden.renew(boottime_s() + 2.0)
             await asyncio.sleep(0.1)
@@ -132,9 +132,7 @@ async def test_renewed_workers_live(tmp_path: Path) -> None:
         assert workers.workers[0].running()
         assert warden.fired == 0
         warden.guard(workers.pids)  # the deadline has passed: whoever is guarded now dies
-        outcome = await asyncio.wait_for(workers.wait(), HANG_S)
-        assert outcome.first is not None
-        assert outcome.first.code == -9
+        assert (await failed(workers)).code == -9
         await auntil(lambda: warden.fired == 1)
         warden.release()
     await warden.close()
@@ -147,12 +145,10 @@ async def test_renewed_workers_live(tmp_path: Path) -> None:
 async def test_closing_kills_who_is_still_guarded(tmp_path: Path) -> None:
     """An agent that ends in disorder leaves nobody behind."""
     warden = Warden()
-    path = script(tmp_path, "import time\ntime.sleep(600)")
-    async with started(make_spec(path), tmp_path, guard=warden.guard) as workers:
+    spec = make_spec("sleep", "600", kind="program")
+    async with started(spec, tmp_path, guard=warden.guard) as workers:
         await warden.close()
-        outcome = await asyncio.wait_for(workers.wait(), HANG_S)
-        assert outcome.first is not None
-        assert outcome.first.code == -9
+        assert (await failed(workers)).code == -9
 
 
 async def test_a_warden_that_does_not_answer_is_given_up() -> None:

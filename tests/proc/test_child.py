@@ -7,8 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,31 +16,11 @@ from holdfast.errors import MissingPackage, Mistake, TimedOut, Unavailable
 from holdfast.jobs.logs import Logs
 from holdfast.proc import HeldPort, spawn
 from holdfast.proc import child as child_module
+from launch.node import alive, numbers, until
 from patience import HANG_S
 
 PYTHON = sys.executable
 SLEEP = [PYTHON, "-c", "import time; time.sleep(600)"]
-
-
-def until(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def running(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat[stat.rindex(")") + 2] not in "ZX"
-
-
-def number_in(path: Path) -> int:
-    until(lambda: path.exists() and path.read_text().endswith("\n"))
-    return int(path.read_text())
 
 
 def test_a_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
@@ -55,10 +33,10 @@ def test_a_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
         "time.sleep(600)"
     )
     with spawn([PYTHON, "-c", script]) as parent:
-        pid = number_in(pid_file)
-        assert running(pid)
+        [pid] = numbers(pid_file, 1)
+        assert alive(pid)
         os.kill(parent.pid, signal.SIGKILL)
-        until(lambda: not running(pid))
+        until(lambda: not alive(pid))
 
 
 def test_a_child_dies_with_the_thread_that_started_it() -> None:
@@ -91,11 +69,11 @@ def test_kill_group_ends_grandchildren_too(tmp_path: Path) -> None:
         "child.returncode = 0  # leaves it behind, without a warning\n"
     )
     with spawn([PYTHON, "-c", script]) as child:
-        pid = number_in(pid_file)
+        pid = numbers(pid_file, 1)[0]
         assert child.wait(HANG_S) == 0
         assert not child.alive()
-        assert running(pid)
-    until(lambda: not running(pid))
+        assert alive(pid)
+    until(lambda: not alive(pid))
 
 
 def test_an_ended_child_keeps_its_pid_until_its_group_is_killed() -> None:
@@ -126,10 +104,13 @@ def test_wait_returns_the_exit_code(script: str, code: int) -> None:
         assert child.stop() == code
 
 
-def test_wait_is_bounded() -> None:
-    """A child that does not end does not hold its parent for ever."""
-    with spawn(SLEEP) as child, pytest.raises(TimedOut, match="still runs"):
-        child.wait(0.05)
+def test_waiting_is_bounded() -> None:
+    """Neither a child that does not end nor a server that never gets ready holds its parent."""
+    with spawn(SLEEP, name="sleeper") as child:
+        with pytest.raises(TimedOut, match="sleeper still runs"):
+            child.wait(0.05)
+        with pytest.raises(TimedOut, match="sleeper was not ready"):
+            child.wait_until(lambda: False, timeout_s=0.05)
 
 
 def test_stop_asks_first_and_then_insists(tmp_path: Path) -> None:
@@ -154,20 +135,10 @@ def test_wait_until_tells_what_the_child_said(tmp_path: Path) -> None:
         child.wait_until(lambda: False)
 
 
-def test_wait_until_is_bounded() -> None:
-    """A server that never gets ready is an error, not a hang."""
-    with spawn(SLEEP, name="sleeper") as child, pytest.raises(TimedOut, match="sleeper"):
-        child.wait_until(lambda: False, timeout_s=0.05)
-
-
-def test_a_missing_program_is_named_with_its_package() -> None:
-    """The error says what to install."""
+def test_a_program_that_cannot_start_is_told_with_its_remedy(tmp_path: Path) -> None:
+    """What to install, or which folder is missing: both are FileNotFoundError to Python."""
     with pytest.raises(MissingPackage, match=r"no-such-program.*install the package thing"):
         spawn(["no-such-program"], package="thing")
-
-
-def test_a_missing_folder_is_not_called_a_missing_program(tmp_path: Path) -> None:
-    """Both are FileNotFoundError to Python, and have different remedies."""
     with pytest.raises(Mistake, match="no such folder"):
         spawn(SLEEP, cwd=tmp_path / "nowhere")
 

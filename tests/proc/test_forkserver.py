@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,9 +16,8 @@ import pytest
 from holdfast import faults, proc
 from holdfast.proc import forkserver
 from holdfast.proc.forkserver import ForkServer
+from launch.node import alive, until
 from patience import HANG_S
-
-LIMIT_S = HANG_S
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def warm(place: Path) -> Iterator[ForkServer]:
     write(place, "slow", "import time; IMPORTED = time.monotonic()")
     one = ForkServer(["slow", "there.is.no.such"])
     try:
-        assert one.wait(LIMIT_S)
+        assert one.wait(HANG_S)
         yield one
     finally:
         one.close()
@@ -46,6 +45,9 @@ def warm(place: Path) -> Iterator[ForkServer]:
 def write(place: Path, name: str, text: str) -> None:
     """A module."""
     (place / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+STAYS = "import time\ndef main():\n    time.sleep(600)"
 
 
 def python(module: str, *words: str) -> list[str]:
@@ -60,14 +62,6 @@ def start(
     child = warm.spawn(python(*argv), log=log, env=env)
     assert child is not None
     return child
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    """Wait for something."""
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def test_it_is_what_a_plain_start_would_be(warm: ForkServer, place: Path) -> None:
@@ -87,7 +81,7 @@ def test_it_is_what_a_plain_start_would_be(warm: ForkServer, place: Path) -> Non
     )
     log = place / "deep" / "log"
     child = start(warm, log, "tells", "a b", str(time.monotonic()), env={"MINE": "yes"})
-    assert child.wait(LIMIT_S) == 0
+    assert child.wait(HANG_S) == 0
     first, second, third = log.read_text().splitlines()
     assert first.startswith("['a b', ")
     assert first.endswith(f"{place} yes {os.environ.get('OMP_NUM_THREADS')}")
@@ -114,13 +108,13 @@ def test_it_ends_as_a_plain_start_would(
     write(place, "ends", f"import atexit, os, threading, time\ndef main():\n    {body}")
     log = place / "log"
     with start(warm, log, "ends") as child:
-        assert child.wait(LIMIT_S) == code
+        assert child.wait(HANG_S) == code
     assert log.read_text().endswith(said)
 
 
 def test_a_child_is_its_parents(warm: ForkServer, place: Path) -> None:
     """Parent, session and name are a plain child's; the fork server's death is nothing to it."""
-    write(place, "stays", "import time\ndef main():\n    time.sleep(600)")
+    write(place, "stays", STAYS)
     with start(warm, place / "log", "stays", "here") as child:
         seen = psutil.Process(child.pid)
         assert seen.ppid() == os.getpid()
@@ -131,9 +125,9 @@ def test_a_child_is_its_parents(warm: ForkServer, place: Path) -> None:
         assert warm.spawn(python("stays")) is None
         assert child.alive()
         child.signal(signal.SIGTERM)
-        assert child.wait(LIMIT_S) == -signal.SIGTERM
+        assert child.wait(HANG_S) == -signal.SIGTERM
     warm.tend()
-    assert warm.wait(LIMIT_S)
+    assert warm.wait(HANG_S)
     with start(warm, place / "log", "stays") as child:
         assert child.alive()
 
@@ -154,7 +148,7 @@ def test_everybody_dies_with_the_parent(place: Path) -> None:
             time.sleep(600)
         """,
     )
-    write(place, "stays", "import time\ndef main():\n    time.sleep(600)")
+    write(place, "stays", STAYS)
     write(
         place,
         "top",
@@ -175,16 +169,9 @@ def test_everybody_dies_with_the_parent(place: Path) -> None:
         words = top.process.stdout.readline() + top.process.stdout.readline()
         pids = [int(word) for word in words.split()]
         assert len(pids) == 4
-        assert all(psutil.pid_exists(pid) for pid in pids)
+        assert all(map(alive, pids))
         os.kill(top.pid, signal.SIGKILL)
-        until(lambda: not any(_runs(pid) for pid in pids), f"the end of {pids}")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        until(lambda: not any(map(alive, pids)), f"the end of {pids}")
 
 
 def test_a_child_that_nobody_tells_ends(warm: ForkServer) -> None:
@@ -193,8 +180,8 @@ def test_a_child_that_nobody_tells_ends(warm: ForkServer) -> None:
     with forkserver._adopting():
         socket.send_fds(warm._line, [forkserver._WANTED], [theirs.fileno()])
         theirs.close()
-        pid = int.from_bytes(forkserver._exactly(ours, 4), "big")
-    assert _runs(pid)
+        pid = int.from_bytes(ours.recv(4), "big")
+    assert alive(pid)
     ours.close()
     assert os.waitpid(pid, 0)[1] == 0
 
@@ -208,11 +195,11 @@ def test_one_that_has_threads_is_not_used(place: Path) -> None:
     )
     one = ForkServer(["threads"])
     try:
-        assert not one.wait(LIMIT_S)
+        assert not one.wait(HANG_S)
         assert one.spawn(python("json.tool", "--help")) is None
         for _ in range(10):
             one.tend()
-            one.wait(LIMIT_S)
+            one.wait(HANG_S)
         assert one._revivals == forkserver._REVIVALS
     finally:
         one.close()
@@ -239,10 +226,10 @@ def test_fault_points_are_the_childs_own(
         """,
     )
     with start(warm, place / "log", "hits") as child:
-        assert child.wait(LIMIT_S) == 0
+        assert child.wait(HANG_S) == 0
     armed = {faults.PLAN_VARIABLE: "forks.test:kill"}
     with start(warm, place / "log", "hits", env=armed) as child:
-        assert child.wait(LIMIT_S) == -signal.SIGKILL
+        assert child.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_many_at_once(warm: ForkServer, place: Path) -> None:
@@ -251,7 +238,7 @@ def test_many_at_once(warm: ForkServer, place: Path) -> None:
     children = [start(warm, place / "log", "quick", str(number)) for number in range(100)]
     for child in children[::7]:
         child.kill_group()
-    codes = [child.wait(LIMIT_S) for child in children]
+    codes = [child.wait(HANG_S) for child in children]
     assert all(code in (number, -9) for number, code in enumerate(codes))
     assert all(codes[number] == number for number in range(100) if number % 7)
     for child in children:

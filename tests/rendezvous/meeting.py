@@ -3,22 +3,23 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import cast
+from typing import Any, cast
 
 from holdfast import ledger
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger.base import Ledger
+from holdfast.ledger.records import decode
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.attend import attend
 from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.overview import Overview, look
-from holdfast.rendezvous.records import Cause, Cycle, Keys, Node, Rules
+from holdfast.rendezvous.records import Cause, Closer, Cycle, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from patience import HANG_S
 
 RUN = "r"
 KEYS = Keys(RUN)
-LIMIT_S = HANG_S
+RULES = Rules(minimum=2, maximum=3, spares=1, last_call_s=0.2, settle_s=0.2, join_s=20.0)
 
 
 class Crew:
@@ -110,6 +111,10 @@ class Attendee:
             except (LeaseLost, Retriable, UnknownOutcome):
                 await asyncio.sleep(0.05)
 
+    def entered(self) -> bool:
+        """Whether it has its record."""
+        return self.rendezvous is not None
+
     @property
     def rank(self) -> int | None:
         """Its rank, while it works."""
@@ -117,7 +122,7 @@ class Attendee:
 
     async def result(self) -> Cycle | None:
         """Wait for its end."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             return await self.task
 
     async def kill(self) -> None:
@@ -140,12 +145,23 @@ class Meeting:
         for name in names:
             self.nodes[name] = Attendee(self, name, int(name[1:]))
 
+    async def arrive(self, *names: str) -> None:
+        """Nodes come, and have their records in the ledger."""
+        self.join(*names)
+        for name in names:
+            await self.until(name, self[name].entered)
+
+    def enter(self, name: str, rules: Rules | None = None, **more: Any) -> Rendezvous:
+        """One more way in, beside those of the nodes."""
+        node = Node(cycle=0, address="x", port=1, slots=1)
+        return Rendezvous(LiveRuntime(self.ledger), RUN, name, node, rules or self.rules, **more)
+
     def __getitem__(self, name: str) -> Attendee:
         return self.nodes[name]
 
     async def until(self, what: str, test: Callable[[], object]) -> None:
         """Wait for something."""
-        limit = asyncio.get_running_loop().time() + LIMIT_S
+        limit = asyncio.get_running_loop().time() + HANG_S
         while not test():
             for node in self.nodes.values():
                 if node.task.done() and not node.task.cancelled():
@@ -163,6 +179,29 @@ class Meeting:
             ),
         )
 
+    async def ended(self, *names: str, state: str = "succeeded") -> Cycle:
+        """Wait until these nodes have heard that the run has ended so; all of them if none."""
+        found = [await self[name].result() for name in names or self.nodes]
+        last = found[-1]
+        assert last is not None
+        assert [cycle.state if cycle else "left" for cycle in found] == [state] * len(found)
+        return last
+
+    async def cycles(self, number: int, name: str = "n0") -> None:
+        """Wait until a node has begun to work for the so-manieth time."""
+        await self.until(f"cycle {number}", lambda: len(self[name].crew.places) == number)
+
+    async def closer(self) -> str:
+        """Wait until a node looks after the cycle; its name."""
+        async with asyncio.timeout(HANG_S):
+            while (entry := await self.ledger.get(KEYS.closer)) is None:
+                await asyncio.sleep(0.01)
+        return decode(Closer, entry).node
+
+    def two_work(self) -> bool:
+        """Whether as many work as `RULES` wants."""
+        return sum(node.crew.working for node in self.nodes.values()) == 2
+
     async def look(self) -> Overview:
         """What the records say."""
         return await look(self.ledger, RUN)
@@ -175,7 +214,7 @@ class Meeting:
 
 @contextlib.asynccontextmanager
 async def meeting(
-    url: str, rules: Rules, *, lease_s: float = 2.0, duty: type[Duty] = Duty
+    url: str, rules: Rules = RULES, *, lease_s: float = 2.0, duty: type[Duty] = Duty
 ) -> AsyncIterator[Meeting]:
     """A run; nodes that are left are ended."""
     async with ledger.open(url) as opened:
@@ -185,3 +224,17 @@ async def meeting(
         finally:
             for node in here.nodes.values():
                 await node.kill()
+
+
+@contextlib.asynccontextmanager
+async def working(
+    url: str,
+    rules: Rules = RULES,
+    names: tuple[str, ...] = ("n0", "n1", "n2"),
+    **more: Any,
+) -> AsyncIterator[Meeting]:
+    """A run whose first cycle runs: n0 and n1 have ranks, the others wait."""
+    async with meeting(url, rules, **more) as here:
+        here.join(*names)
+        await here.ranks("n0", "n1")
+        yield here

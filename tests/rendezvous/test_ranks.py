@@ -1,14 +1,18 @@
 """Who holds which rank: whole segments, old places first, spares in order."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Mistake
-from holdfast.rendezvous.ranks import Ready, Seating, assign
+from holdfast.rendezvous.ranks import Ready, assign
 from holdfast.rendezvous.records import Member, Node, Rules
+
+from .cycles import names
 
 
 def node(
@@ -18,9 +22,13 @@ def node(
     return Ready(name, life, record)
 
 
-def names(seating: Seating | None) -> list[str]:
-    assert seating is not None
-    return [member.name for member in seating.members]
+def some(*numbers: int, domain: str = "n", first: int = 0) -> list[Ready]:
+    """n3, or b3 in the domain b, is the fourth to come."""
+    return [node(f"{domain}{i}", first + i, first + i, domain) for i in numbers]
+
+
+def members(*names: str) -> list[Member]:
+    return [Member(name, 1, 1, name, 1, name[0]) for name in names]
 
 
 def test_order_of_arrival_without_infra_ranks() -> None:
@@ -46,8 +54,7 @@ def test_the_same_infra_rank_twice_is_no_reason_to_fail() -> None:
 )
 def test_spares_are_kept_back_while_the_minimum_holds(ready: int, active: int | None) -> None:
     """--nnodes 2:5 --spares 1: one of up to five is kept back; nodes beyond five are spares."""
-    rules = Rules(minimum=2, maximum=5, spares=1)
-    seating = assign([node(f"n{i}", i, i) for i in range(ready)], (), rules)
+    seating = assign(some(*range(ready)), (), Rules(minimum=2, maximum=5, spares=1))
     if active is None:
         assert seating is None
     else:
@@ -56,37 +63,36 @@ def test_spares_are_kept_back_while_the_minimum_holds(ready: int, active: int | 
         assert seating.spares == tuple(f"n{i}" for i in range(active, ready))
 
 
-def members(*names: str, domain: str = "") -> list[Member]:
-    return [Member(name, 1, 1, name, 1, domain) for name in names]
+FOUR = members("n0", "n1", "n2", "n3")
 
 
 def test_survivors_keep_their_ranks_and_a_spare_takes_the_freed_one() -> None:
-    """Also when the spare's infra_rank would put it elsewhere."""
-    ready = [node(f"n{i}", i, i) for i in (0, 2, 3, 5)]
-    former = members("n0", "n1", "n2", "n3")
-    assert names(assign(ready, former, Rules(minimum=4, maximum=4))) == ["n0", "n5", "n2", "n3"]
+    """Also when the spare's infra_rank would put it elsewhere, and above the minimum."""
+    four, two = Rules(minimum=4, maximum=4), Rules(minimum=2, maximum=4, spares=1)
+    assert names(assign(some(0, 2, 3, 5), FOUR, four)) == ["n0", "n5", "n2", "n3"]
+    assert names(assign(some(0, 2, 3), FOUR[:3], two)) == ["n0", "n3", "n2"]
 
 
 def test_when_ranks_are_fewer_the_last_ones_move() -> None:
     """Four become three: whoever held rank 3 fills the gap."""
-    ready = [node(f"n{i}", i, i) for i in (0, 2, 3)]
-    former = members("n0", "n1", "n2", "n3")
-    assert names(assign(ready, former, Rules(minimum=2, maximum=4))) == ["n0", "n3", "n2"]
+    rules = Rules(minimum=2, maximum=4)
+    assert names(assign(some(0, 2, 3), FOUR, rules)) == ["n0", "n3", "n2"]
 
 
 def test_a_former_member_goes_before_a_spare() -> None:
     """A node that held a rank that no longer exists is preferred to one that held none."""
     ready = [node("spare", 1, 0), node("n2", 9, 9)]
-    former = members("n0", "n1", "n2")
-    seating = assign(ready, former, Rules(minimum=1, maximum=1))
-    assert names(seating) == ["n2"]
+    assert names(assign(ready, FOUR[:3], Rules(minimum=1, maximum=1))) == ["n2"]
+
+
+PAIRS = Rules(minimum=4, maximum=4, segment=2)
+IN_PAIRS = members("a0", "a1", "b0", "b1")
 
 
 def test_a_segment_comes_from_one_domain_and_the_rest_are_spares() -> None:
     """A domain that cannot fill a segment gives no node at all."""
-    ready = [node(f"a{i}", i, i, "a") for i in range(3)]
-    ready += [node(f"b{i}", 10 + i, 10 + i, "b") for i in range(2)]
-    ready += [node("c0", 20, 20, "c")]
+    ready = some(0, 1, 2, domain="a") + some(0, 1, domain="b", first=10)
+    ready += some(0, domain="c", first=20)
     seating = assign(ready, (), Rules(minimum=2, maximum=6, segment=2))
     assert names(seating) == ["a0", "a1", "b0", "b1"]
     assert seating is not None
@@ -95,20 +101,15 @@ def test_a_segment_comes_from_one_domain_and_the_rest_are_spares() -> None:
 
 def test_a_freed_rank_goes_to_a_spare_of_the_same_domain() -> None:
     """The other segment is not touched."""
-    ready = [node("a0", 0, 0, "a"), node("a2", 2, 2, "a")]
-    ready += [node("b0", 3, 3, "b"), node("b1", 4, 4, "b"), node("b2", 5, 5, "b")]
-    former = [*members("a0", "a1", domain="a"), *members("b0", "b1", domain="b")]
-    rules = Rules(minimum=4, maximum=4, segment=2)
-    assert names(assign(ready, former, rules)) == ["a0", "a2", "b0", "b1"]
+    ready = some(0, 2, domain="a") + some(0, 1, 2, domain="b", first=3)
+    assert names(assign(ready, IN_PAIRS, PAIRS)) == ["a0", "a2", "b0", "b1"]
 
 
 def test_a_domain_that_cannot_refill_its_segment_is_replaced_whole() -> None:
     """Its survivor becomes a spare; the place is taken by another domain."""
-    ready = [node("a0", 0, 0, "a")]
-    ready += [node(f"b{i}", 3 + i, 3 + i, "b") for i in range(2)]
-    ready += [node(f"c{i}", 6 + i, 6 + i, "c") for i in range(2)]
-    former = [*members("a0", "a1", domain="a"), *members("b0", "b1", domain="b")]
-    seating = assign(ready, former, Rules(minimum=4, maximum=4, segment=2))
+    ready = some(0, domain="a") + some(0, 1, domain="b", first=3)
+    ready += some(0, 1, domain="c", first=6)
+    seating = assign(ready, IN_PAIRS, PAIRS)
     assert names(seating) == ["c0", "c1", "b0", "b1"]
     assert seating is not None
     assert seating.spares == ("a0",)
@@ -120,24 +121,29 @@ def test_domains_stay_together_without_segments() -> None:
     assert names(assign(ready, (), Rules(minimum=3, maximum=3))) == ["a0", "a1", "b0"]
 
 
+TIMES = ("last_call_s", "join_s", "stop_s", "restart_window_s")
+
+
 @pytest.mark.parametrize(
-    "rules",
+    "wrong",
     [
-        Rules(minimum=3, maximum=2),
-        Rules(minimum=0, maximum=2),
-        Rules(minimum=2, maximum=4, spares=3),
-        Rules(minimum=2, maximum=4, spares=-1),
-        Rules(minimum=3, maximum=3, segment=2),
-        Rules(minimum=1, maximum=4, segment=0),
-        Rules(minimum=1, maximum=4, max_restarts=-1),
-        Rules(minimum=1, maximum=4, last_call_s=-1.0),
-        Rules(minimum=1, maximum=1_000_000),
+        {"minimum": 5},
+        {"minimum": 0},
+        {"minimum": 2, "spares": 3},
+        {"spares": -1},
+        {"minimum": 3, "maximum": 3, "segment": 2},
+        {"segment": 0},
+        {"max_restarts": -1},
+        {"last_call_s": -1.0},
+        {"maximum": 1_000_000},
+        *({field: value} for field in TIMES for value in (math.inf, math.nan)),
     ],
 )
-def test_rules_that_nobody_can_keep_are_refused(rules: Rules) -> None:
-    """One clear line, before anything is started."""
+def test_rules_that_nobody_can_keep_are_refused(wrong: dict[str, Any]) -> None:
+    """One clear line, before anything is started. JSON has no infinity: the run's record could
+    not be read again by anybody."""
     with pytest.raises(Mistake):
-        rules.check()
+        Rules(**({"minimum": 1, "maximum": 4} | wrong)).check()
 
 
 @st.composite
@@ -179,7 +185,7 @@ def test_every_seating_keeps_the_rules(case: tuple[list[Ready], list[Member], Ru
     assert (seating is None) == (possible < rules.lowest)
     if seating is None:
         return
-    found = [member.name for member in seating.members]
+    found = names(seating)
     assert rules.lowest <= len(found) <= rules.highest
     assert sorted([*found, *seating.spares]) == sorted(one.name for one in ready)
     domains = {one.name: one.node.domain for one in ready}

@@ -9,15 +9,12 @@ import pytest
 
 from holdfast import ledger
 from holdfast.errors import Mistake
-from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Put
-from holdfast.rendezvous.records import Cause, Cycle, Keys, Node, Rules
-from holdfast.rendezvous.rendezvous import Rendezvous
+from holdfast.rendezvous.records import Cause, Keys, Rules
 
-from .meeting import KEYS, RUN, meeting
+from .meeting import KEYS, RUN, meeting, working
 
 _numbers = itertools.count()
-RULES = Rules(minimum=2, maximum=3, spares=1, last_call_s=0.2, settle_s=0.2, join_s=20.0)
 
 
 @pytest.fixture(params=["memory", "sqlite", "etcd"])
@@ -37,7 +34,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 async def test_ranks_spare_and_a_common_end(url: str) -> None:
     """Two work, one waits; when both have succeeded, all three leave with success."""
-    async with meeting(url, RULES) as here:
+    async with meeting(url) as here:
         here.join("n2", "n0", "n1")
         await here.ranks("n0", "n1")
         place = here["n1"].crew.places[0]
@@ -47,34 +44,25 @@ async def test_ranks_spare_and_a_common_end(url: str) -> None:
         await asyncio.sleep(0.1)
         assert not here["n0"].task.done(), "left before success was recorded"
         here.end("n1")
-        for name in ("n0", "n1", "n2"):
-            ended = await here[name].result()
-            assert isinstance(ended, Cycle)
-            assert ended.state == "succeeded"
+        await here.ended()
 
 
 async def test_a_failed_worker_begins_a_new_cycle_with_the_same_ranks(url: str) -> None:
     """Everybody hears why, stops, and starts again; the spare stays one."""
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
-        ports = [here["n0"].crew.places[0].port]
+    async with working(url) as here:
         here["n1"].crew.end(Cause(kind="failed", detail="rank 1 fell over"))
-        await here.until("a second cycle", lambda: len(here["n0"].crew.places) == 2)
+        await here.cycles(2)
         await here.ranks("n0", "n1")
-        told = here["n0"].crew.stops[0]
-        assert told is not None
-        assert str(told) == "n1 failed: rank 1 fell over"
-        assert here["n0"].crew.places[1].port not in ports
-        assert here["n0"].crew.places[1].cycle == 2
-        assert here["n0"].crew.places[1].revision > here["n0"].crew.places[0].revision
+        assert str(here["n0"].crew.stops[0]) == "n1 failed: rank 1 fell over"
+        first, second = here["n0"].crew.places
+        assert second.port != first.port
+        assert second.cycle == 2
+        assert second.revision > first.revision
 
 
 async def test_a_spare_takes_the_rank_of_a_node_that_died(url: str) -> None:
     """Rank 0's death costs one cycle like any other's; the survivor keeps its rank."""
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
+    async with working(url) as here:
         await here["n0"].kill()
         await here.ranks("n2", "n1")
         assert here["n1"].crew.places[1].address == "n2"
@@ -82,9 +70,7 @@ async def test_a_spare_takes_the_rank_of_a_node_that_died(url: str) -> None:
 
 async def test_a_node_that_leaves_tells_so(url: str) -> None:
     """It returns without a verdict, and the others go on with the spare at once."""
-    async with meeting(url, RULES, lease_s=20.0) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
+    async with working(url, lease_s=20.0) as here:
         here["n0"].crew.leave()
         assert await here["n0"].result() is None
         await here.ranks("n2", "n1")
@@ -92,43 +78,13 @@ async def test_a_node_that_leaves_tells_so(url: str) -> None:
         assert str(view.cycle.history[-1]) == "n0 withdrew: asked to"
 
 
-async def test_restarts_that_are_used_up_end_the_run_for_all(url: str) -> None:
-    """With the reason, spares included."""
-    rules = Rules(minimum=2, maximum=3, spares=1, last_call_s=0.1, max_restarts=0)
-    async with meeting(url, rules) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
-        here["n0"].crew.end(Cause(kind="failed", detail="no luck"))
-        for name in ("n0", "n1", "n2"):
-            ended = await here[name].result()
-            assert ended is not None
-            assert ended.state == "failed"
-            assert str(ended.cause) == "n0 failed: no luck"
-
-
-async def test_late_comers_hear_how_it_ended(url: str) -> None:
-    """A node that comes when all is over leaves at once, with the run's verdict."""
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
-        here.end("n0", "n1")
-        await here["n0"].result()
-        here.join("n7")
-        ended = await here["n7"].result()
-        assert ended is not None
-        assert ended.state == "succeeded"
-
-
 async def test_a_newcomer_lets_the_run_grow_to_its_maximum(url: str) -> None:
-    """And not beyond: the fourth is a spare."""
+    """And not beyond: the fourth is a spare, and nothing ends because of it."""
     rules = Rules(minimum=2, maximum=3, last_call_s=0.1, settle_s=0.2)
-    async with meeting(url, rules) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
+    async with working(url, rules, ("n0", "n1")) as here:
         here.join("n2")
         await here.ranks("n0", "n1", "n2")
-        here.join("n3")
-        await here.until("a spare", lambda: here["n3"].rendezvous is not None)
+        await here.arrive("n3")
         await asyncio.sleep(0.3)
         await here.ranks("n0", "n1", "n2")
         assert (await here.look()).cycle.number == 2
@@ -136,11 +92,9 @@ async def test_a_newcomer_lets_the_run_grow_to_its_maximum(url: str) -> None:
 
 async def test_too_few_nodes_end_the_run(url: str) -> None:
     """After the time to join, with a count."""
-    rules = Rules(minimum=3, maximum=3, join_s=0.5)
-    async with meeting(url, rules) as here:
+    async with meeting(url, Rules(minimum=3, maximum=3, join_s=0.5)) as here:
         here.join("n0", "n1")
-        ended = await here["n0"].result()
-        assert ended is not None
+        ended = await here.ended("n0", state="failed")
         assert "2 of at least 3 nodes are ready after 0.5 s" in str(ended.cause)
 
 
@@ -148,39 +102,25 @@ async def test_a_name_that_is_taken(url: str, monkeypatch: pytest.MonkeyPatch) -
     """The second of that name is refused, and told who has it; the first is not disturbed."""
     # It waits for some leases of the first, which on a busy machine must not end by themselves.
     monkeypatch.setattr("holdfast.rendezvous.rendezvous._NAME_TAKEN_LEASES", 0.05)
-    async with meeting(url, RULES, lease_s=20.0) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
-        other = Rendezvous(
-            LiveRuntime(here.ledger),
-            RUN,
-            "n0",
-            Node(cycle=0, address="x", port=1, slots=1),
-            RULES,
-            lease_s=20.0,
-        )
+    async with working(url, names=("n0", "n1"), lease_s=20.0) as here:
         with pytest.raises(Mistake, match="already in this run"):
-            async with other:
+            async with here.enter("n0", lease_s=20.0):
                 pass
         await here.ranks("n0", "n1")
 
 
 async def test_other_rules_are_refused(url: str) -> None:
     """The node that began the run has set them; the message shows both."""
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
-        other = Rules(minimum=2, maximum=5)
-        node = Node(cycle=0, address="x", port=1, slots=1)
+    async with working(url, names=("n0", "n1")) as here:
         with pytest.raises(Mistake, match=r"maximum=3.*maximum=5"):
-            async with Rendezvous(LiveRuntime(here.ledger), RUN, "n5", node, other):
+            async with here.enter("n5", Rules(minimum=2, maximum=5)):
                 pass
 
 
 async def test_records_of_other_versions(url: str) -> None:
     """A newer node's record with fields we do not know counts; a broken one counts for nothing."""
-    async with meeting(url, RULES) as here:
-        lease = await here.ledger.grant(10.0)
+    async with meeting(url) as here:
+        lease = await here.ledger.grant(60.0)
         newer = (
             b'{"schema":7,"cycle":1,"heard":1,"address":"x","port":4,"slots":1,'
             b'"infra_rank":0,"colour":"blue"}'
@@ -193,10 +133,10 @@ async def test_records_of_other_versions(url: str) -> None:
         assert here["n1"].crew.places[0].port == 4
 
 
-def test_names_from_outside_cannot_leave_their_place() -> None:
+@pytest.mark.parametrize("bad", ["a/b", "", "../x"])
+def test_names_from_outside_cannot_leave_their_place(bad: str) -> None:
     """A run or a node with a slash in its name is refused."""
-    for bad in ("a/b", "", "../x"):
-        with pytest.raises(Mistake):
-            Keys(bad)
-        with pytest.raises(Mistake):
-            KEYS.node(bad)
+    with pytest.raises(Mistake):
+        Keys(bad)
+    with pytest.raises(Mistake):
+        KEYS.node(bad)

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import math
 import os
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +13,6 @@ from holdfast import cycle, ledger
 from holdfast.errors import (
     Fenced,
     LeaseLost,
-    Mistake,
     Retriable,
     Unavailable,
     UnknownOutcome,
@@ -26,30 +23,13 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.sync import SyncLedger
 from holdfast.ledger.types import Op, Put
 from holdfast.rendezvous.closer import Duty
-from holdfast.rendezvous.decide import Clock, View, Wait, begin, decide, restart
-from holdfast.rendezvous.ranks import Ready, assign
-from holdfast.rendezvous.records import Cause, Cycle, Member, Node, Rules
+from holdfast.rendezvous.decide import begin, restart
+from holdfast.rendezvous.records import Cause, Cycle
 from holdfast.rendezvous.rendezvous import Rendezvous
 from patience import HANG_S
 
-from .meeting import KEYS, RUN, meeting
-
-RULES = Rules(minimum=2, maximum=3, spares=1, last_call_s=0.2, settle_s=0.2, join_s=20.0)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/ledger.db"
-
-
-def _node(number: int, *, cycle: int = 1) -> Node:
-    return Node(cycle=cycle, address="a", port=1, slots=1, infra_rank=number)
-
-
-def _running(*names: str, rules: Rules = RULES) -> Cycle:
-    members = tuple(Member(name, 100 + int(name[1:]), 1) for name in names)
-    return Cycle(number=1, state="running", rules=rules, members=members)
-
+from .cycles import node, running
+from .meeting import KEYS, RULES, RUN, meeting, working
 
 # ---- liveness ------------------------------------------------------------------------
 
@@ -67,34 +47,11 @@ async def test_a_newcomer_that_is_slow_to_answer_does_not_stop_the_work(
 
     monkeypatch.setattr(Rendezvous, "ready", slowly)
     rules = msgspec.structs.replace(RULES, spares=0)
-    async with meeting(url, rules) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
+    async with working(url, rules, ("n0", "n1")) as here:
         here.join("n2")
         await asyncio.sleep(3.5)  # with a cycle for each late answer there would be seven
         assert (await here.look()).cycle.number <= 3
         await here.until("work", lambda: here["n0"].crew.working)
-
-
-def test_a_run_that_grew_grows_again_only_when_its_cycle_is_older() -> None:
-    """A node that comes and dies, again and again, costs less and less."""
-    rules = msgspec.structs.replace(RULES, spares=0)
-    nodes = {f"n{i}": (100 + i, _node(i)) for i in range(3)}
-    grown = _running("n0", "n1", rules=rules)
-    waits = []
-    for _ in range(30):
-        verdict = decide(View(grown, nodes), Clock())
-        if isinstance(verdict, Wait):
-            assert verdict.seconds is not None
-            waits.append(verdict.seconds)
-            late = decide(View(grown, nodes), Clock(open_s=verdict.seconds))
-            assert isinstance(late, Cycle)
-            verdict = late
-        grown = msgspec.structs.replace(verdict, number=1, state="running", members=grown.members)
-    assert len(waits) == 29
-    assert waits == sorted(waits)
-    assert 1 <= waits[0] <= 60
-    assert waits[-1] <= 3600
 
 
 @pytest.mark.parametrize("trips", ["_look", "_pump"])
@@ -119,19 +76,19 @@ async def test_a_closer_that_trips_over_a_bug_is_replaced(url: str, trips: str) 
             trip(self, "_pump")
             await super()._pump()
 
-    async with meeting(url, RULES, duty=Clumsy) as here:
+    async with meeting(url, duty=Clumsy) as here:
         here.join("n0", "n1", "n2")
         tasks = {node.task: name for name, node in here.nodes.items()}
         done, _ = await asyncio.wait(tasks, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         assert [type(task.exception()) for task in done] == [ZeroDivisionError]
         here.nodes.pop(tasks[done.pop()])
-        await here.until("work", lambda: sum(n.crew.working for n in here.nodes.values()) == 2)
+        await here.until("work", here.two_work)
 
 
 async def test_a_record_that_nests_too_deep_counts_for_nothing(url: str) -> None:
     """Like any other that cannot be read; nobody's task dies of it."""
     deep = b'{"x":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
-    async with meeting(url, RULES) as here:
+    async with meeting(url) as here:
         await here.ledger.txn([], [Put(KEYS.node("n9"), deep)])
         here.join("n0", "n1")
         async with asyncio.timeout(HANG_S):
@@ -162,62 +119,29 @@ async def test_entering_gives_up_when_the_ledger_goes_away_on_the_way(url: str) 
     async with ledger.open(url) as opened:
         for txns in (0, 1, 2):
             runtime = LiveRuntime(cast(Ledger, _Away(opened, txns)))
-            one = Rendezvous(runtime, RUN, "n0", _node(0), RULES, lease_s=0.5)
+            one = Rendezvous(runtime, RUN, "n0", node(0), RULES, lease_s=0.5)
             with pytest.raises((LeaseLost, Retriable)):
                 async with asyncio.timeout(HANG_S), one:
                     await one.changed(one.head)
 
 
-def test_a_spare_takes_a_freed_rank_also_above_the_minimum() -> None:
-    """--nnodes 2:4 --spares 1: three work; when one dies the spare takes its rank."""
-    rules = Rules(minimum=2, maximum=4, spares=1)
-    former = [Member(f"n{i}", i, 1) for i in range(3)]
-    ready = [Ready(f"n{i}", i, _node(i)) for i in (0, 2, 3)]
-    seating = assign(ready, former, rules)
-    assert seating is not None
-    assert [member.name for member in seating.members] == ["n0", "n3", "n2"]
-
-
 # ---- ends ----------------------------------------------------------------------------
-
-
-def test_only_ends_of_members_count() -> None:
-    """Neither does a stray key stand for a member, nor does it keep a run from its end."""
-    nodes = {f"n{i}": (100 + i, _node(i)) for i in range(2)}
-    stray = decide(View(_running("n0", "n1"), nodes, {0, 7}), Clock())
-    assert stray == Wait()
-    ended = decide(View(_running("n0", "n1"), nodes, {0, 1, 7}), Clock())
-    assert isinstance(ended, Cycle)
-    assert ended.state == "succeeded"
-
-
-def test_what_has_ended_is_never_opened_again() -> None:
-    """Not even by somebody who saw the end, and asks for a restart all the same."""
-    for state in ("succeeded", "failed"):
-        ended = msgspec.structs.replace(_running("n0"), state=state)
-        assert restart(ended, Cause(kind="lost")) == ended
 
 
 async def test_a_node_that_is_told_to_leave_as_it_succeeds_has_succeeded(url: str) -> None:
     """Both in one moment: the others do not begin again."""
-    async with meeting(url, RULES, lease_s=20.0) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
+    async with working(url, names=("n0", "n1"), lease_s=20.0) as here:
         here.end("n1")
         here.end("n0")
         here["n0"].crew.leave()
         assert await here["n0"].result() is None
-        ended = await here["n1"].result()
-        assert ended is not None
-        assert (ended.number, ended.state) == (1, "succeeded")
+        assert (await here.ended("n1")).number == 1
 
 
 async def test_stopping_begins_when_the_work_has_let_go(url: str) -> None:
     """A crew's `outcome` that was cancelled is through before `stop` looks at what is left."""
     order: list[str] = []
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1")
-        await here.ranks("n0", "n1")
+    async with working(url, names=("n0", "n1")) as here:
         crew = here["n0"].crew
         stop = crew.stop
 
@@ -236,9 +160,9 @@ async def test_stopping_begins_when_the_work_has_let_go(url: str) -> None:
         crew.outcome = outcome  # type: ignore[method-assign]
         crew.stop = stopping  # type: ignore[method-assign]
         here["n1"].crew.end(Cause(kind="failed"))
-        await here.until("cycle 2", lambda: len(crew.places) == 2)
+        await here.cycles(2)
         here["n1"].crew.end(Cause(kind="failed"))
-        await here.until("cycle 3", lambda: len(crew.places) == 3)
+        await here.cycles(3)
         assert order[-2:] == ["let go", "stop"]
 
 
@@ -247,7 +171,7 @@ async def test_stopping_begins_when_the_work_has_let_go(url: str) -> None:
 
 def test_a_newer_cause_is_read_by_an_older_node() -> None:
     """What ended a cycle is for people: a new word for it stops nobody."""
-    raw = json.loads(encode(restart(_running("n0"), Cause(kind="lost"))))
+    raw = json.loads(encode(restart(running("n0"), Cause(kind="lost"))))
     raw["cause"]["kind"] = raw["history"][0]["kind"] = "melted"
     read = msgspec.json.decode(json.dumps(raw), type=Cycle)
     assert str(read.cause) == "melted"
@@ -255,14 +179,14 @@ def test_a_newer_cause_is_read_by_an_older_node() -> None:
 
 async def test_rules_of_a_newer_version_survive_an_older_closer(url: str) -> None:
     """Else its own kind would be refused when it comes back."""
-    async with meeting(url, RULES) as here:
+    async with meeting(url) as here:
         raw = json.loads(encode(begin(RULES)))
         raw["rules"]["colour"] = "blue"
         await here.ledger.txn([], [Put(KEYS.cycle, json.dumps(raw).encode())])
         here.join("n0", "n1", "n2")
         await here.ranks("n0", "n1")
         here["n0"].crew.end(Cause(kind="failed"))
-        await here.until("cycle 2", lambda: len(here["n1"].crew.places) == 2)
+        await here.cycles(2, "n1")
         entry = await here.ledger.get(KEYS.cycle)
         assert entry is not None
         found = json.loads(entry.value)
@@ -271,30 +195,12 @@ async def test_rules_of_a_newer_version_survive_an_older_closer(url: str) -> Non
 
 async def test_a_reason_that_is_not_text_or_far_too_long_is_still_one(url: str) -> None:
     """Error files are the user's: half of a surrogate pair, or a megabyte, ends no node."""
-    async with meeting(url, RULES) as here:
-        here.join("n0", "n1", "n2")
-        await here.ranks("n0", "n1")
+    async with working(url) as here:
         here["n0"].crew.end(Cause(kind="failed", detail="\ud800" + "x" * (1 << 20)))
-        await here.until("cycle 2", lambda: len(here["n1"].crew.places) == 2)
+        await here.cycles(2, "n1")
         told = (await here.look()).cycle.cause
         assert told is not None
         assert 1000 < len(told.detail) < 10_000
-
-
-@pytest.mark.parametrize("field", ["last_call_s", "join_s", "stop_s", "restart_window_s"])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_times_that_cannot_be_written_down_are_refused(field: str, value: float) -> None:
-    """JSON has no infinity: the run's record could not be read again by anybody."""
-    with pytest.raises(Mistake):
-        msgspec.structs.replace(RULES, **{field: value}).check()
-
-
-def test_drained_nodes_are_not_told_as_ready() -> None:
-    """Three are there, all are drained: nobody is ready."""
-    nodes = {f"n{i}": (100 + i, _node(i)) for i in range(3)}
-    verdict = decide(View(begin(RULES), nodes, frozenset(), set(nodes)), Clock())
-    assert isinstance(verdict, Wait)
-    assert verdict.missing.startswith("0 of at least 2 nodes are ready")
 
 
 # ---- commit --------------------------------------------------------------------------

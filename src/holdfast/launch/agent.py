@@ -15,49 +15,30 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-
-import msgspec
 
 from holdfast import __version__, events, ledger, machine
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
-from holdfast.launch.crew import UNHEALTHY, Leaving, NodeCrew, Settings
+from holdfast.launch.crew import UNHEALTHY, Leaving, NodeCrew, Plan
 from holdfast.launch.health import examine
-from holdfast.launch.identity import Identity
-from holdfast.launch.logs import Logs
-from holdfast.launch.spec import Spec
 from holdfast.launch.warden import Warden
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import check
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.proc import preload
 from holdfast.proc.forkserver import ForkServer
 from holdfast.rendezvous.attend import attend
-from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.overview import say, used_name
 from holdfast.rendezvous.probe import ProbeServer, is_alive
-from holdfast.rendezvous.records import Cycle, Node, Rules
+from holdfast.rendezvous.records import Cycle, Node
 from holdfast.rendezvous.rendezvous import Rendezvous
 from holdfast.retry import Pauses, Policy
+from holdfast.text import plural
 
-__all__ = ["Plan", "run"]
+__all__ = ["run"]
 
 _RENEWALS = 10
 """How often per lease the workers' deadline is renewed."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an agent is told."""
-
-    spec: Spec
-    settings: Settings
-    identity: Identity
-    rules: Rules
-    logs: Logs
-    warm: bool = True
-    preload: tuple[str, ...] = preload.USER
-    """What interpreters that are kept warm have imported."""
 
 
 class NodeLeft(events.Event, frozen=True, tag="launch.node.left"):
@@ -72,15 +53,15 @@ class NodeLeft(events.Event, frozen=True, tag="launch.node.left"):
 async def run(plan: Plan, forks: ForkServer | None = None) -> int:
     """Be this node until the run has ended; returns the exit code."""
     check(plan.spec)
-    wrong = await examine(plan.settings.checks)
+    wrong = await examine(plan.checks)
     if wrong is not None:
-        _say(f"this node is unhealthy and does not join: {wrong}")
+        say(f"this node is unhealthy and does not join: {wrong}")
         return UNHEALTHY
     warden = Warden()
     pool = WarmPool(plan.spec, preload=plan.preload, forks=forks) if plan.warm else None
     if pool is not None:
         pool.fill()
-    crew = NodeCrew(plan.spec, plan.settings, plan.logs, pool=pool, warden=warden, say=_say)
+    crew = NodeCrew(plan, pool=pool, warden=warden)
     try:
         with _signals(crew):
             code, reason = await _take_part(plan, crew)
@@ -90,10 +71,8 @@ async def run(plan: Plan, forks: ForkServer | None = None) -> int:
         await warden.close()
         if forks is not None:
             forks.close()
-    events.emit(
-        NodeLeft(run=plan.settings.run, node=plan.identity.name, exit_code=code, reason=reason)
-    )
-    _say(reason)
+    events.emit(NodeLeft(run=plan.run, node=plan.node, exit_code=code, reason=reason))
+    say(reason)
     return code
 
 
@@ -101,12 +80,11 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
     """Enter the rendezvous, and again whenever the lease was lost."""
     away_since: float | None = None
     took_part = False
-    pauses = Pauses(pace=Policy(base_s=min(1.0, plan.settings.lease_s / 5), max_s=1.0))
+    pauses = Pauses(pace=Policy(base_s=min(1.0, plan.lease_s / 5), max_s=1.0))
     loop = asyncio.get_running_loop()
-    settings = plan.settings
     async with (
-        ledger.open(settings.ledger_url) as opened,
-        ProbeServer(settings.address, settings.run, settings.node) as probes,
+        ledger.open(plan.ledger_url) as opened,
+        ProbeServer(plan.address, plan.run, plan.node) as probes,
     ):
         runtime = LiveRuntime(opened)
         crew.on_leave = probes.close  # the next of this name waits for our end, and is not refused
@@ -116,29 +94,31 @@ async def _take_part(plan: Plan, crew: NodeCrew) -> tuple[int, str]:
                     away_since = None
                     pauses.reset()
                     if rendezvous.head.record.final and not took_part:
-                        return _too_late(plan.settings.run, rendezvous.head.record)
+                        over = rendezvous.head.record
+                        told = used_name(plan.run, over, "--run")
+                        return int(over.state != "succeeded"), told
                     took_part = True
                     crew.rendezvous = rendezvous
-                    renewals = asyncio.ensure_future(_renew(crew, plan.settings.lease_s))
+                    renewals = asyncio.ensure_future(_renew(crew, plan.lease_s))
                     try:
                         ended = await attend(runtime, rendezvous, crew)
                     finally:
                         renewals.cancel()
-                return _verdict(plan.settings.run, ended, crew)
+                return _verdict(plan.run, ended, crew)
             except (LeaseLost, Retriable, UnknownOutcome) as error:
                 if crew.left is not None:
-                    return _verdict(plan.settings.run, None, crew)
+                    return _verdict(plan.run, None, crew)
                 away_since = away_since or loop.time()
                 if loop.time() - away_since > plan.rules.join_s:
                     raise Unavailable(f"the ledger was away for too long: {error}") from None
-                _say(f"this node lost its place ({error}) and joins again")
+                say(f"this node lost its place ({error}) and joins again")
                 await pauses.wait(error)
 
 
 def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int, probe_port: int) -> Rendezvous:
     node = Node(
         cycle=0,
-        address=plan.settings.address,
+        address=plan.address,
         port=port,
         slots=plan.spec.slots,
         infra_rank=plan.identity.infra_rank,
@@ -150,12 +130,12 @@ def _rendezvous(runtime: LiveRuntime, plan: Plan, port: int, probe_port: int) ->
     )
     return Rendezvous(
         runtime,
-        plan.settings.run,
-        plan.identity.name,
+        plan.run,
+        plan.node,
         node,
         plan.rules,
-        lease_s=plan.settings.lease_s,
-        is_alive=partial(is_alive, plan.settings.run, plan.identity.name),
+        lease_s=plan.lease_s,
+        is_alive=partial(is_alive, plan.run, plan.node),
     )
 
 
@@ -169,14 +149,10 @@ def _verdict(name: str, ended: Cycle | None, crew: NodeCrew) -> tuple[int, str]:
     if ended is None:
         assert crew.left is not None
         return crew.left.exit_code, f"this node has left {name}: {crew.left.reason}"
-    cycles = f"{ended.number} cycle{'s' if ended.number > 1 else ''}"
+    cycles = plural(ended.number, "cycle")
     if ended.state == "succeeded":
         return 0, f"{name} has succeeded after {cycles}"
     return 1, f"{name} has failed after {cycles}: {ended.cause or 'no reason was recorded'}"
-
-
-def _too_late(name: str, ended: Cycle) -> tuple[int, str]:
-    return int(ended.state != "succeeded"), used_name(name, ended, "--run")
 
 
 @contextlib.contextmanager
@@ -186,25 +162,17 @@ def _signals(crew: NodeCrew) -> Iterator[None]:
 
     def hear(number: signal.Signals) -> None:
         if crew.left is not None:
-            _say(f"{number.name} again: killing the workers")
+            say(f"{number.name} again: killing the workers")
             crew.kill()
             return
-        _say(f"{number.name}: leaving; once more to kill")
+        say(f"{number.name}: leaving; once more to kill")
         crew.leave(Leaving(number.name, 128 + number))
 
     heard = (signal.SIGTERM, signal.SIGINT)
-    handlers: dict[signal.Signals, Callable[[], None]] = {}
     for number in heard:
-        handlers[number] = lambda number=number: hear(number)  # type: ignore[misc]
-        loop.add_signal_handler(number, handlers[number])
+        loop.add_signal_handler(number, hear, number)
     try:
         yield
     finally:
         for number in heard:
             loop.remove_signal_handler(number)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that has gone away ends no node
-        sys.stderr.write(f"holdfast: {text}\n")
-        sys.stderr.flush()

@@ -72,8 +72,7 @@ def main(fd: int, preload: list[str]) -> None:
     with contextlib.suppress(BrokenPipeError):
         os.write(fd, json.dumps(about).encode())
     if (order := _read(fd)) is None:
-        os._exit(0)  # whoever would have given us one is gone
-    os.close(fd)
+        os._exit(0)
     _dress(order)
     if order["kind"] == "program":
         _exec(order)
@@ -109,22 +108,13 @@ def _keep_process_group() -> None:
 
 
 def _read(fd: int) -> Any:
-    size = int.from_bytes(_exactly(fd, 4), "big")
-    data = _exactly(fd, size)
-    return json.loads(data) if size and len(data) == size else None
-
-
-def _exactly(fd: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            part = os.read(fd, size - len(data))
-        except ConnectionError:
-            part = b""
-        if not part:
-            return b""
-        data += part
-    return data
+    """The order; None if whoever would have given one is gone."""
+    with contextlib.suppress(ConnectionError), open(fd, "rb") as line:
+        size = int.from_bytes(line.read(4), "big")
+        data = line.read(size)
+        if size and len(data) == size:
+            return json.loads(data)
+    return None
 
 
 def _dress(order: Any) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -18,7 +18,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.types import Delete, unchanged
 from holdfast.proc.forkserver import inherit
 from holdfast.rendezvous.decide import restart
-from holdfast.rendezvous.overview import lines, look
+from holdfast.rendezvous.overview import Overview, lines, look
 from holdfast.rendezvous.records import Cause, Cycle, Drain, Keys, put_cycle
 from holdfast.timeouts import DEFAULTS
 
@@ -38,33 +38,14 @@ def _ledger_option(command: click.decorators.FC) -> click.decorators.FC:
     )(command)
 
 
-class _TorchFlags(click.Command):
+def _dashed(name: str) -> str:
     """torchrun takes --nproc_per_node as well as --nproc-per-node; so do we."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        def dashed(arg: str) -> str:
-            if not arg.startswith("--"):
-                return arg
-            flag, equals, value = arg.partition("=")
-            return flag.replace("_", "-") + equals + value
-
-        own: list[str] = []
-        rest = list(args)
-        valued = {
-            name
-            for param in self.params
-            if isinstance(param, click.Option) and not param.is_flag
-            for name in param.opts
-        }
-        while rest and rest[0].startswith("-") and rest[0] != "--":
-            flag = dashed(rest.pop(0))
-            own.append(flag)
-            if flag in valued and rest:
-                own.append(rest.pop(0))
-        return super().parse_args(ctx, own + rest)
+    return name.replace("_", "-")
 
 
-@click.command(cls=_TorchFlags, context_settings={"allow_interspersed_args": False})
+@click.command(
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": _dashed}
+)
 @click.argument("entry")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nnodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX.")
@@ -112,7 +93,7 @@ class _TorchFlags(click.Command):
 @torch_flags.hidden_options
 @click.option("--rdzv-endpoint", hidden=True)
 @click.option("--dry-run", is_flag=True, help="Print what was resolved, and end.")
-def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
+def launch(entry: str, args: tuple[str, ...], **given: Any) -> None:
     """Run ENTRY with ARGS on several nodes; replace what dies; end together.
 
     \b
@@ -135,9 +116,9 @@ def launch(entry: str, args: tuple[str, ...], **given: object) -> None:
         click.echo(flags.describe(plan))
         return
     forks = inherit()
-    folder = plan.logs.folder / plan.settings.run / "events"
+    folder = plan.logs.folder / plan.run / "events"
     folder.mkdir(parents=True, exist_ok=True)
-    _log_events(folder / f"{plan.settings.node}.jsonl", plan.settings.node)
+    _log_events(folder / f"{plan.node}.jsonl", plan.node)
     code = asyncio.run(agent.run(plan, forks))
     raise click.exceptions.Exit(code)
 
@@ -169,17 +150,21 @@ def status(run: str, url: str | None, as_json: bool, follow: bool) -> None:
 async def _status(run: str, url: str, *, as_json: bool, again: bool) -> None:
     async with ledger.open(url) as opened:
         view = await look(opened, run)
-        click.echo(json.dumps(view.as_json()) if as_json else "\n".join(lines(view)))
+        _show(view, as_json=as_json)
         if not again:
             return
         async with opened.watch(Keys(run).root, start=view.revision + 1) as watch:
             async for _ in watch:
                 view = await look(opened, run)
-                text = json.dumps(view.as_json()) if as_json else "\n".join(["", *lines(view)])
-                click.echo(text)
-                sys.stdout.flush()
+                if not as_json:
+                    click.echo()
+                _show(view, as_json=as_json)
                 if view.cycle.final:
                     return
+
+
+def _show(view: Overview, *, as_json: bool) -> None:
+    click.echo(json.dumps(view.as_json()) if as_json else "\n".join(lines(view)))
 
 
 @click.group()

@@ -22,38 +22,50 @@ from holdfast.errors import HoldfastError, Mistake, TimedOut, Unavailable
 from holdfast.launch import hang
 from holdfast.launch.hang import Limits
 from holdfast.launch.health import Check, examine
+from holdfast.launch.identity import Identity
 from holdfast.launch.logs import CycleLogs, Logs
 from holdfast.launch.spec import Seat, Spec
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import Outcome, Workers
+from holdfast.proc import preload
 from holdfast.rendezvous import probe
-from holdfast.rendezvous.overview import parked_line
-from holdfast.rendezvous.records import Cause
+from holdfast.rendezvous.overview import parked_line, say
+from holdfast.rendezvous.records import Cause, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Settings"]
+__all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Plan"]
 
 UNHEALTHY = 10
 """What an unhealthy node exits with."""
+_HEALTH_S = 60.0
 _UNABLE = 70
 """What a node exits with that cannot look after its workers."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while a node takes part."""
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an agent is told; it does not change while the node takes part."""
 
     run: str
-    node: str
+    identity: Identity
     address: str
     ledger_url: str
-    max_restarts: int
+    spec: Spec
+    rules: Rules
+    logs: Logs
     lease_s: float
     grace_s: float = 10.0
     limits: Limits = Limits()
-    health_s: float = 60.0
     checks: dict[str, Check] = {}
+    warm: bool = True
+    preload: tuple[str, ...] = preload.USER
+    """What interpreters that are kept warm have imported."""
+
+    @property
+    def node(self) -> str:
+        """This node's name."""
+        return self.identity.name
 
     @property
     def margin_s(self) -> float:
@@ -89,25 +101,13 @@ class CrewEnded(events.Event, frozen=True, tag="launch.crew.ended"):
 class NodeCrew:
     """The workers of one node. Made in the agent's loop, in its main thread."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        settings: Settings,
-        logs: Logs,
-        *,
-        pool: WarmPool | None,
-        warden: Warden,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, plan: Plan, *, pool: WarmPool | None, warden: Warden) -> None:
         self.rendezvous: Rendezvous | None = None
         self.left: Leaving | None = None
         self.on_leave: Callable[[], None] = lambda: None
-        self._spec = spec
-        self._settings = settings
-        self._logs = logs
+        self._plan = plan
         self._pool = pool
         self._warden = warden
-        self._say = say
         self._leave = asyncio.Event()
         self._workers: Workers | None = None
         self._stopping: asyncio.Future[None] | None = None
@@ -129,7 +129,7 @@ class NodeCrew:
 
         It is held on every address, because torch's own store listens on every address.
         """
-        self._held = proc.HeldPort("::" if ":" in self._settings.address else "")
+        self._held = proc.HeldPort("::" if ":" in self._plan.address else "")
         return self._held.port
 
     async def start(self, place: Place) -> None:
@@ -141,24 +141,15 @@ class NodeCrew:
             self.leave(Leaving(f"its workers cannot be started: {error}", code))
 
     async def _start(self, place: Place) -> None:
-        settings = self._settings
+        plan = self._plan
         seat = Seat(
-            run=settings.run,
-            cycle=place.cycle,
-            node=settings.node,
-            node_rank=place.rank,
-            node_count=place.nodes,
-            first_rank=place.first_rank,
-            world_size=place.world_size,
-            slots=place.slots,
-            master_addr=place.address,
-            master_port=place.port,
-            restarts=place.cycle - 1,
-            max_restarts=settings.max_restarts,
-            ledger_url=settings.ledger_url,
-            cycle_revision=place.revision,
+            run=plan.run,
+            node=plan.node,
+            place=place,
+            max_restarts=plan.rules.max_restarts,
+            ledger_url=plan.ledger_url,
         )
-        self._say(
+        say(
             f"cycle {place.cycle}: node {place.rank} of {place.nodes}, "
             f"ranks {place.first_rank} to {place.first_rank + place.slots - 1} "
             f"of {place.world_size}"
@@ -166,19 +157,19 @@ class NodeCrew:
         self._until_s, self._late, self._told_stacks = math.inf, False, False
         if place.rank and place.probe_port:
             self._probe = asyncio.create_task(self._reach_rank_0(place), name="probe of rank 0")
-        self._files = self._logs.cycle(seat)
+        self._files = self._plan.logs.cycle(seat)
         self._workers = await Workers.start(
-            self._spec, seat, self._pool, self._files, guard=self._guard
+            self._plan.spec, seat, self._pool, self._files, guard=self._guard
         )
         for start in self._workers.starts:
             events.emit(start)
         events.emit(
             CrewStarted(
-                run=seat.run,
-                cycle=seat.cycle,
-                node_rank=seat.node_rank,
-                node_count=seat.node_count,
-                world_size=seat.world_size,
+                run=plan.run,
+                cycle=place.cycle,
+                node_rank=place.rank,
+                node_count=place.nodes,
+                world_size=place.world_size,
             )
         )
         if self._pool is not None:
@@ -210,7 +201,9 @@ class NodeCrew:
             await self._collect(0.0)
         events.emit(
             CrewEnded(
-                run=self._settings.run, cycle=workers.seat.cycle, cause=str(cause) if cause else ""
+                run=self._plan.run,
+                cycle=workers.seat.place.cycle,
+                cause=str(cause) if cause else "",
             )
         )
         return cause
@@ -220,7 +213,7 @@ class NodeCrew:
         is_hung = cause is not None and cause.kind == "hung"
         if self._workers is not None and is_hung and not self._told_stacks:
             await self._tell_stacks(self._workers)
-        await self._collect(self._settings.grace_s)
+        await self._collect(self._plan.grace_s)
 
     async def leaving(self) -> str:
         """Wait until this node is to leave."""
@@ -234,7 +227,7 @@ class NodeCrew:
 
     def parked(self, reason: str) -> None:
         """Say why this node comes after all others from now on."""
-        self._say(parked_line(reason))
+        say(parked_line(reason))
 
     # ---- what the agent does ---------------------------------------------------
 
@@ -255,7 +248,7 @@ class NodeCrew:
         """Let the workers live for as long as this node's lease certainly does."""
         if self.rendezvous is not None:
             self._late |= boottime_s() >= self._until_s
-            self._until_s = self.rendezvous.valid_until - self._settings.margin_s
+            self._until_s = self.rendezvous.valid_until - self._plan.margin_s
             with contextlib.suppress(Unavailable):  # then its `failed` is done
                 self._warden.renew(self._until_s)
 
@@ -271,10 +264,10 @@ class NodeCrew:
 
     async def _reach_rank_0(self, place: Place) -> str:
         """Why rank 0 is not reached, which is then reported; empty: it is."""
-        run, rendezvous = self._settings.run, self.rendezvous
+        run, rendezvous = self._plan.run, self.rendezvous
         why = await probe.trouble(place.address, place.probe_port, run, place.first)
         if why and rendezvous is not None:
-            self._say(why)
+            say(why)
             with contextlib.suppress(HoldfastError):  # the lease: `attend` hears of it, too
                 await rendezvous.unreached(place.cycle)
         return why
@@ -309,10 +302,10 @@ class NodeCrew:
             return None
         if self._late or boottime_s() >= self._until_s:  # so the warden has stopped them
             detail = "its lease was not renewed in time, and its workers were stopped"
-            self._say(detail)
+            say(detail)
             return Cause(kind="lost", detail=detail)
         if outcome is not None and outcome.first is not None:
-            self._say(str(outcome.first))
+            say(str(outcome.first))
             return Cause(kind="failed", detail=str(outcome.first)[:2000])
         if hung is not None:
             return Cause(kind="hung", detail=hung)
@@ -330,10 +323,10 @@ class NodeCrew:
             last_s = now_s
             beats = workers.beats()
             self._longest_s = max([self._longest_s, *(b.longest_s for b in beats.values())])
-            limits = msgspec.structs.replace(self._settings.limits, longest_s=self._longest_s)
+            limits = msgspec.structs.replace(self._plan.limits, longest_s=self._longest_s)
             found = hang.judge(beats, now_s, limits, awake_since_s=awake_since_s)
             if found is not None:
-                self._say(str(found))
+                say(str(found))
                 await self._tell_stacks(workers)
                 return str(found)
 
@@ -341,13 +334,13 @@ class NodeCrew:
         self._told_stacks = True
         text = await hang.dump(workers.workers)
         assert self._files is not None
-        path = self._files.folder / f"stacks_{self._settings.node}.txt"
+        path = self._files.folder / f"stacks_{self._plan.node}.txt"
         where = str(path)
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             where = f"not written, {error}"
-        self._say(f"stacks of all workers of this node: {where}\n{text}")
+        say(f"stacks of all workers of this node: {where}\n{text}")
 
     async def _collect(self, grace_s: float) -> None:
         """Nothing of the workers is left after this."""
@@ -374,8 +367,8 @@ class NodeCrew:
 
     async def _check_health(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.health_s)
-            wrong = await examine(self._settings.checks)
+            await asyncio.sleep(_HEALTH_S)
+            wrong = await examine(self._plan.checks)
             if wrong is not None:
                 self.leave(Leaving(f"unhealthy: {wrong}", UNHEALTHY))
                 return

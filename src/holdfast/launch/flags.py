@@ -7,12 +7,14 @@ import re
 import secrets
 import socket
 from pathlib import Path
-from typing import cast
+from typing import Any
+
+import msgspec
 
 from holdfast import ledger
 from holdfast.errors import Mistake
-from holdfast.launch import agent, health
-from holdfast.launch.crew import Settings
+from holdfast.launch import health
+from holdfast.launch.crew import Plan
 from holdfast.launch.hang import Learnt, Limits
 from holdfast.launch.identity import identify
 from holdfast.launch.logs import Logs, parse_streams
@@ -30,20 +32,20 @@ _DOMAIN_CHARS = 200
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 
 
-def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agent.Plan:
+def resolve(entry: str, args: tuple[str, ...], given: dict[str, Any]) -> Plan:
     """Everything an agent needs, from the flags and the environment."""
     if given["module"] and given["no_python"]:
         raise Mistake("-m and --no-python exclude each other: a program is not a module")
     kind: Kind = "module" if given["module"] else "program" if given["no_python"] else "script"
-    minimum, maximum = _nnodes(str(given["nnodes"]))
+    minimum, maximum = _nnodes(given["nnodes"])
     identity = identify(
         os.environ,
         hostname=socket.gethostname(),
         token=secrets.token_hex(3),
-        name=_text(given["node_name"]),
-        infra_rank=given["infra_rank"],  # type: ignore[arg-type]
-        domain=_text(given["domain"]),
-        run=_text(given["run_name"]),
+        name=given["node_name"],
+        infra_rank=given["infra_rank"],
+        domain=given["domain"],
+        run=given["run_name"],
     )
     run = identity.run
     if not run:
@@ -57,89 +59,66 @@ def resolve(entry: str, args: tuple[str, ...], given: dict[str, object]) -> agen
     rules = Rules(
         minimum=minimum,
         maximum=maximum,
-        spares=_int(given["spares"]),
-        segment=_int(given["segment"]),
-        last_call_s=_float(given["last_call"]),
-        join_s=_float(given["join_timeout"]),
-        stop_s=_float(given["grace"]) + 20.0,
-        max_restarts=_int(given["max_restarts"]),
-        restart_window_s=_float(given["restart_window"]),
+        spares=given["spares"],
+        segment=given["segment"],
+        last_call_s=given["last_call"],
+        join_s=given["join_timeout"],
+        stop_s=given["grace"] + 20.0,
+        max_restarts=given["max_restarts"],
+        restart_window_s=given["restart_window"],
     )
     rules.check()
-    lease_s = _float(given["lease"])
+    lease_s = given["lease"]
     least_s = DEFAULTS.etcd_min_lease_s if url.startswith("etcd:") else DEFAULTS.min_node_lease_s
     if not least_s <= lease_s <= MAX_LEASE_S:
         raise Mistake(f"--lease {lease_s:g}: at least {least_s:g} s on this ledger, at most a day")
-    grace_s, hang_s = _float(given["grace"]), given["hang_after"]
-    if grace_s < 0 or (isinstance(hang_s, float) and not 0 < hang_s < math.inf):
+    grace_s, hang_s = given["grace"], given["hang_after"]
+    if grace_s < 0 or (hang_s is not None and not 0 < hang_s < math.inf):
         raise Mistake("--grace is 0 or more, and --hang-after more than 0 seconds")
     if not identity.domain.isprintable() or len(identity.domain) > _DOMAIN_CHARS:
         raise Mistake(f"--domain: at most {_DOMAIN_CHARS} letters that can be printed")
-    address = own(_text(given["local_addr"]), url)
-    log_dir = given["log_dir"]
-    folder = log_dir if isinstance(log_dir, Path) else state_dir() / "runs"
+    address = own(given["local_addr"], url)
+    folder: Path = given["log_dir"] or state_dir() / "runs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"--log-dir {folder}: {error.strerror}") from None
-    settings = Settings(
+    return Plan(
         run=run,
-        node=identity.name,
+        identity=identity,
         address=address,
         ledger_url=url,
-        max_restarts=rules.max_restarts,
-        lease_s=lease_s,
-        grace_s=grace_s,
-        limits=Limits(
-            beat_s=hang_s if isinstance(hang_s, float) else None,
-            learnt=Learnt() if given["learn_limits"] else None,
-        ),
-        checks={**health.built_in(address, folder), **health.load()},
-    )
-    return agent.Plan(
         spec=Spec(
             entry=entry,
             kind=kind,
             args=args,
-            slots=_slots(str(given["nproc_per_node"])),
+            slots=_slots(given["nproc_per_node"]),
             env=dict(os.environ),
         ),
-        settings=settings,
-        identity=identity,
         rules=rules,
         logs=Logs(
             folder=folder,
-            redirects=parse_streams(str(given["redirects"])),
-            tee=parse_streams(str(given["tee"])),
+            redirects=parse_streams(given["redirects"]),
+            tee=parse_streams(given["tee"]),
         ),
+        lease_s=lease_s,
+        grace_s=grace_s,
+        limits=Limits(beat_s=hang_s, learnt=Learnt() if given["learn_limits"] else None),
+        checks={**health.built_in(address, folder), **health.load()},
         warm=not given["no_warm"],
-        preload=cast(tuple[str, ...], given["preload"]) or preload.USER,
+        preload=given["preload"] or preload.USER,
     )
 
 
-def _endpoint(given: dict[str, object]) -> str | None:
+def _endpoint(given: dict[str, Any]) -> str | None:
     """Where the ledger is; torchrun's --rdzv-endpoint will do, if it names one."""
-    endpoint = _text(given["rdzv_endpoint"])
+    endpoint: str | None = given["rdzv_endpoint"]
     if endpoint is not None and "://" not in endpoint:
         raise Mistake(
             f"--rdzv-endpoint {endpoint}: there is no store host here; name a ledger, as in "
             "--ledger etcd://host:2379"
         )
-    return _text(given["url"]) or endpoint
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
-
-
-def _int(value: object) -> int:
-    assert isinstance(value, int)
-    return value
-
-
-def _float(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
+    return given["url"] or endpoint
 
 
 def _nnodes(text: str) -> tuple[int, int]:
@@ -162,22 +141,22 @@ def _slots(text: str) -> int:
     return found
 
 
-def describe(plan: agent.Plan) -> str:
+def describe(plan: Plan) -> str:
     """A plan as JSON, for people."""
     found = {
-        "run": plan.settings.run,
-        "node": plan.settings.node,
+        "run": plan.run,
+        "node": plan.node,
         "infra_rank": plan.identity.infra_rank,
         "domain": plan.identity.domain,
-        "address": plan.settings.address,
-        "ledger": ledger.without_password(plan.settings.ledger_url),
+        "address": plan.address,
+        "ledger": ledger.without_password(plan.ledger_url),
         "workers": plan.spec.slots,
         "entry": plan.spec.entry,
         "kind": plan.spec.kind,
         "args": list(plan.spec.args),
-        "rules": {name: getattr(plan.rules, name) for name in plan.rules.__struct_fields__},
-        "lease_s": plan.settings.lease_s,
-        "grace_s": plan.settings.grace_s,
+        "rules": msgspec.structs.asdict(plan.rules),
+        "lease_s": plan.lease_s,
+        "grace_s": plan.grace_s,
         "logs": str(plan.logs.folder),
         "warm": plan.warm,
     }

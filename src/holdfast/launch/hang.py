@@ -18,14 +18,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
+from holdfast.launch.workers import Worker
 from holdfast.progress import NO_STEP, Beat
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["Hang", "Learnt", "Limits", "Watched", "dump", "judge"]
+__all__ = ["Hang", "Learnt", "Limits", "dump", "judge"]
 
 _MAX_STACK_BYTES = 1 << 18
 _THREAD = re.compile(r"(Thread|Current thread) 0x[0-9a-f]+( \[.*?\])? \(most recent call first\)")
@@ -134,32 +135,7 @@ def _waits_for_a_section(
     )
 
 
-class Watched(Protocol):
-    """What `dump` needs to know about a worker."""
-
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-
-    @property
-    def stacks(self) -> Path | None:
-        """Where SIGUSR2 makes it write its stacks; None if it is no Python program."""
-
-    def running(self) -> bool:
-        """Whether it has not ended."""
-
-    def signal(self, number: int) -> None:
-        """Signal the worker alone, if it runs."""
-
-    def beat(self) -> Beat | None:
-        """Its last sign of life."""
-
-
-async def dump(workers: Sequence[Watched], *, limit_s: float = 3.0) -> str:
+async def dump(workers: Sequence[Worker], *, limit_s: float = 3.0) -> str:
     """The stacks of all workers, those that are behind first, identical ones together.
 
     Takes at most about `limit_s`; who does not answer is told as such, with the state in which
@@ -168,7 +144,7 @@ async def dump(workers: Sequence[Watched], *, limit_s: float = 3.0) -> str:
     now_s = time.monotonic()
     running = [worker for worker in workers if worker.running()]
     texts = await asyncio.gather(*(_stacks(worker, limit_s) for worker in running))
-    groups: dict[str, list[Watched]] = {}
+    groups: dict[str, list[Worker]] = {}
     for worker, text in sorted(zip(running, texts, strict=True), key=lambda pair: _key(pair[0])):
         groups.setdefault(text, []).append(worker)
     parts = ["who waits for whom, furthest behind first:"]
@@ -179,13 +155,13 @@ async def dump(workers: Sequence[Watched], *, limit_s: float = 3.0) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _key(worker: Watched) -> tuple[tuple[int, float], int]:
+def _key(worker: Worker) -> tuple[tuple[int, float], int]:
     beat = worker.beat()
     # One that has never beaten says nothing about where it is: last.
     return (behind(beat) if beat is not None else (1 << 63, 0.0), worker.rank)
 
 
-def _about(worker: Watched, now_s: float) -> str:
+def _about(worker: Worker, now_s: float) -> str:
     beat = worker.beat()
     if beat is None:
         return f"rank {worker.rank} (pid {worker.pid}): has given no sign of life yet"
@@ -200,12 +176,12 @@ def _about(worker: Watched, now_s: float) -> str:
     return text
 
 
-async def _stacks(worker: Watched, limit_s: float) -> str:
+async def _stacks(worker: Worker, limit_s: float) -> str:
     path = worker.stacks
     if path is None:
         return f"  no stacks: not a Python worker; {_state(worker.pid)}"
     offset = _size(path)
-    worker.signal(signal.SIGUSR2)
+    worker.process.signal_alone(signal.SIGUSR2)
     if not await _settled(lambda: _size(path) - offset, limit_s):
         return f"  no stacks within {limit_s:g} s; {_state(worker.pid)}"
     with contextlib.suppress(OSError), path.open("rb") as file:

@@ -43,10 +43,8 @@ def memory(least_bytes: int) -> str | None:
     """Memory that can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            available = int(rest.split()[0]) << 10
-            if available < least_bytes:
-                return f"{available >> 20} MiB of memory left, {least_bytes >> 20} are needed"
+        if name == "MemAvailable" and (available := int(rest.split()[0]) << 10) < least_bytes:
+            return f"{available >> 20} MiB of memory left, {least_bytes >> 20} are needed"
     return None
 
 

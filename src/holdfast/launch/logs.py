@@ -29,13 +29,13 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.errors import Denied, Mistake, NoRoom
-from holdfast.launch.spec import Seat
+from holdfast.launch.spec import ROLE, Seat
+from holdfast.proc.child import last_lines
 from holdfast.timeouts import DEFAULTS
 
 __all__ = ["MAX_LINE_BYTES", "CycleLogs", "Files", "Logs", "Streams", "parse_streams"]
 
 MAX_LINE_BYTES = 1 << 16
-_TAIL_BYTES = 4096
 
 
 class Streams(IntFlag):
@@ -74,15 +74,7 @@ class Files(msgspec.Struct, frozen=True):
 
     def last_lines(self, count: int = 10) -> str:
         """The end of stderr, for the one who wants to know why."""
-        if self.stderr is None:
-            return ""
-        try:
-            with self.stderr.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return "\n".join(lines[-count:])
+        return "\n".join(last_lines(self.stderr, count))
 
 
 class Logs(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +100,7 @@ class CycleLogs:
         name = quote(seat.run, safe="") or "run"
         if not name.strip("."):  # "." and ".." are other folders
             name = name.replace(".", "%2E")
-        self.folder = logs.folder.absolute() / name / f"cycle_{seat.cycle}"
+        self.folder = logs.folder.absolute() / name / f"cycle_{seat.place.cycle}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except PermissionError:
@@ -116,11 +108,11 @@ class CycleLogs:
         except OSError as error:
             kind = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT) else Mistake
             raise kind(f"the log folder {self.folder}: {error.strerror}") from None
-        self.files = [self._files(logs, seat, slot) for slot in range(seat.slots)]
+        self.files = [self._files(logs, seat, slot) for slot in range(seat.place.slots)]
         tails = []
         for slot, files in enumerate(self.files):
             prefix = Template(logs.prefix).safe_substitute(
-                rank=seat.rank(slot), local_rank=slot, role_name="default"
+                rank=seat.rank(slot), local_rank=slot, role_name=ROLE
             )
             tee = _of(logs.tee, slot)
             if files.stdout is not None and tee & Streams.OUT:

@@ -18,12 +18,13 @@ Not done here: starting anything, files, paths.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from holdfast.errors import Mistake, TooLarge
+from holdfast.rendezvous.records import Place
 
 __all__ = ["MAX_ORDER_BYTES", "PER_SEAT", "Kind", "Order", "Seat", "Spec", "arguments", "base"]
 __all__ += ["encode", "environment", "import_time_differences"]
@@ -33,33 +34,6 @@ Kind = Literal["script", "module", "program"]
 MAX_ORDER_BYTES = 1 << 23
 MAX_SLOTS = 1024
 ROLE = "default"
-
-PER_SEAT = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCHELASTIC_ERROR_FILE",
-        "HOLDFAST_RUN",
-        "HOLDFAST_CYCLE",
-        "HOLDFAST_CYCLE_REVISION",
-        "HOLDFAST_LEDGER",
-        "HOLDFAST_NODE",
-        "HOLDFAST_BEAT",
-    }
-)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,39 +58,17 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of this node in one cycle.
-
-    `first_rank` is the global rank of slot 0; `restarts` is the number of cycles before this
-    one that ended in failure, and is the same on every node.
-    """
+    """The place of this node in one cycle, and what else its workers are told."""
 
     run: str
-    cycle: int
     node: str
-    node_rank: int
-    node_count: int
-    first_rank: int
-    world_size: int
-    slots: int
-    master_addr: str
-    master_port: int
-    restarts: int = 0
+    place: Place
     max_restarts: int = 0
     ledger_url: str = ""
-    cycle_revision: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.node_rank < self.node_count:
-            raise Mistake(f"node rank {self.node_rank} is not below {self.node_count} nodes")
-        if self.slots < 1 or not 0 <= self.first_rank <= self.world_size - self.slots:
-            raise Mistake(
-                f"{self.slots} slots from rank {self.first_rank} on do not fit a world of "
-                f"{self.world_size}"
-            )
 
     def rank(self, slot: int) -> int:
         """The global rank of a slot."""
-        return self.first_rank + slot
+        return self.place.first_rank + slot
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,38 +97,44 @@ def base(spec: Spec) -> dict[str, str]:
 
 
 def environment(
-    spec: Spec, seat: Seat, slot: int, *, error_file: str = "", beat: str = ""
+    spec: Spec, seat: Seat, slot: int, *, error_file: str, beat: str
 ) -> dict[str, str]:
     """The whole environment of the worker in `slot`: torchrun's variables and ours."""
-    if not 0 <= slot < seat.slots:
-        raise Mistake(f"slot {slot} is not one of {seat.slots}")
-    env = base(spec) | {
+    return base(spec) | _of_seat(seat, slot, error_file, beat)
+
+
+def _of_seat(seat: Seat, slot: int, error_file: str, beat: str) -> dict[str, str]:
+    """What a seat adds to the environment of the worker in `slot`."""
+    place = seat.place
+    return {
         "RANK": str(seat.rank(slot)),
         "LOCAL_RANK": str(slot),
-        "GROUP_RANK": str(seat.node_rank),
+        "GROUP_RANK": str(place.rank),
         "ROLE_RANK": str(seat.rank(slot)),
         "ROLE_NAME": ROLE,
-        "WORLD_SIZE": str(seat.world_size),
-        "LOCAL_WORLD_SIZE": str(seat.slots),
-        "GROUP_WORLD_SIZE": str(seat.node_count),
-        "ROLE_WORLD_SIZE": str(seat.world_size),
-        "MASTER_ADDR": seat.master_addr,
-        "MASTER_PORT": str(seat.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(seat.restarts),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.slots),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.cycle - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(seat.max_restarts),
         "TORCHELASTIC_RUN_ID": seat.run,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": error_file,
         "HOLDFAST_RUN": seat.run,
-        "HOLDFAST_CYCLE": str(seat.cycle),
-        "HOLDFAST_CYCLE_REVISION": str(seat.cycle_revision),
+        "HOLDFAST_CYCLE": str(place.cycle),
+        "HOLDFAST_CYCLE_REVISION": str(place.revision),
         "HOLDFAST_LEDGER": seat.ledger_url,
         "HOLDFAST_NODE": seat.node,
+        "HOLDFAST_BEAT": beat,
     }
-    if error_file:
-        env["TORCHELASTIC_ERROR_FILE"] = error_file
-    if beat:
-        env["HOLDFAST_BEAT"] = beat
-    return env
+
+
+_ANY = Seat(run="", node="", place=Place(1, 0, 0, 1, 0, 1, 1, "", 0))
+PER_SEAT = frozenset(_of_seat(_ANY, 0, "", ""))
+"""The variables that any seat adds: these may be set after an interpreter was started."""
 
 
 def arguments(spec: Spec, slot: int) -> tuple[str, ...]:
@@ -188,10 +146,8 @@ def import_time_differences(
     started: Mapping[str, str], ordered: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The variables in which two environments differ and may not, in order."""
-    names: Iterable[str] = started.keys() | ordered.keys()
-    return tuple(
-        sorted(n for n in names if n not in PER_SEAT and started.get(n) != ordered.get(n))
-    )
+    names = (started.keys() | ordered.keys()) - PER_SEAT
+    return tuple(sorted(name for name in names if started.get(name) != ordered.get(name)))
 
 
 def encode(order: Order) -> bytes:

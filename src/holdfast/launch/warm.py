@@ -28,12 +28,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from holdfast import events
 from holdfast.errors import HoldfastError
+from holdfast.launch.health import memory
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Spec, base, import_time_differences
 from holdfast.proc import preload as preload_lists
@@ -77,8 +77,6 @@ class WarmLost(events.Event, frozen=True, tag="launch.warm.lost"):
 
 class WarmOff(events.Event, frozen=True, tag="launch.warm.off"):
     """No interpreters are kept ready any more."""
-
-    labels: ClassVar[tuple[str, ...]] = ()
 
     reason: str
 
@@ -273,10 +271,7 @@ class WarmPool:
 
 def _memory_is_short() -> bool:
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) * 1024 < MIN_FREE_BYTES
+        return memory(MIN_FREE_BYTES) is not None
     return False
 
 

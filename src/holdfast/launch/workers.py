@@ -31,7 +31,7 @@ from typing import ClassVar
 import msgspec
 
 from holdfast import events, progress
-from holdfast.errors import Mistake, NotFound, TimedOut
+from holdfast.errors import NotFound, TimedOut
 from holdfast.launch.logs import CycleLogs, Files
 from holdfast.launch.process import Blank
 from holdfast.launch.spec import Order, Seat, Spec, arguments, environment
@@ -99,7 +99,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def check(spec: Spec) -> None:
-    """Raise a `Mistake` if it is plain that this cannot run."""
+    """Raise `NotFound` if it is plain that this cannot run."""
     if spec.kind == "script" and not Path(spec.entry).exists():
         raise NotFound(f"there is no script {spec.entry}")
     path = spec.env.get("PATH", os.defpath)
@@ -125,7 +125,7 @@ class _Beats:
 
 
 class Worker:
-    """One worker. Satisfies `hang.Watched`."""
+    """One worker."""
 
     def __init__(
         self, blank: Blank, beats: _Beats, rank: int, slot: int, files: Files, *, python: bool
@@ -145,10 +145,6 @@ class Worker:
     def running(self) -> bool:
         """Whether it has not ended."""
         return self.process.alive()
-
-    def signal(self, number: int) -> None:
-        """Signal the worker alone, if it runs."""
-        self.process.signal_alone(number)
 
     def beat(self) -> progress.Beat | None:
         """Its last sign of life."""
@@ -220,20 +216,14 @@ class Workers:
         cwd: Path | None = None,
     ) -> "Workers":
         """Start a worker in every slot. `guard` gets all pids before any user code runs."""
-        if spec.slots != seat.slots:
-            raise Mistake(f"the seat has {seat.slots} slots, the node {spec.slots}")
         check(spec)
         self = cls(seat)
         try:
             orders = self._open(spec, pool, logs, str((cwd or Path.cwd()).absolute()))
             if guard is not None:
-                guard([worker.pid for worker in self.workers])
-            await asyncio.gather(
-                *(
-                    worker.blank.give(order)
-                    for worker, order in zip(self.workers, orders, strict=True)
-                )
-            )
+                guard(self.pids)
+            pairs = zip(self.workers, orders, strict=True)
+            await asyncio.gather(*(worker.blank.give(order) for worker, order in pairs))
         except BaseException:
             await self.stop(0.0)
             raise
@@ -256,11 +246,9 @@ class Workers:
                 stacks=str(files.stacks),
             )
             blank, why = pool.take(order) if pool is not None else (None, "warm starts are off")
-            warm = blank is not None
+            warm, python = blank is not None, spec.kind != "program"
             if blank is None:
-                door = spec.kind == "program"
-                blank = Blank(env=order.env, cwd=cwd, door=door)
-            python = spec.kind != "program"
+                blank = Blank(env=order.env, cwd=cwd, door=not python)
             worker = Worker(blank, beats, seat.rank(slot), slot, files, python=python)
             self.workers.append(worker)
             worker.process.exited.add_done_callback(partial(self._ended, worker))
@@ -268,7 +256,7 @@ class Workers:
             starts.append(
                 WorkerStarted(
                     run=seat.run,
-                    cycle=seat.cycle,
+                    cycle=seat.place.cycle,
                     rank=worker.rank,
                     slot=slot,
                     worker_pid=worker.pid,

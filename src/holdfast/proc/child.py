@@ -29,7 +29,7 @@ from holdfast.errors import Denied, MissingPackage, Mistake, TimedOut, TooLarge,
 from holdfast.files import append_to, private_folder, trim
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["Child", "Forked", "die_with_parent", "spawn"]
+__all__ = ["Child", "Forked", "die_with_parent", "last_lines", "spawn"]
 
 LOG_BYTES = 64 << 20
 """What a child's log may take of the disk, if it is trimmed every `log_trim_s`."""
@@ -210,19 +210,12 @@ class Child:
 
     def tail(self) -> str:
         """The last lines of its log, for an error message."""
-        lines = self._last_lines(5)
+        lines = last_lines(self.log, 5)
         return ": " + " | ".join(lines) if lines else ""
 
     def last_line(self) -> str:
         """The last line of its log; empty if there is none."""
-        return "".join(self._last_lines(1))
-
-    def _last_lines(self, count: int) -> list[str]:
-        if self.log is None or not self.log.exists():
-            return []
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+        return "".join(last_lines(self.log, 1))
 
     def trim_log(self) -> None:
         """Bound what its log takes of the disk: to be called now and then while it runs."""
@@ -291,6 +284,18 @@ def spawn(
         if log is not None and isinstance(sink, int):
             os.close(sink)
     return Child(process, name, log)
+
+
+def last_lines(path: Path | None, count: int) -> list[str]:
+    """The end of a file of output, if there is one."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
 
 
 def _unable(name: str, error: OSError | ValueError) -> Exception:

@@ -144,7 +144,7 @@ class ForkServer:
                 socket.send_fds(self._line, [_WANTED], [theirs.fileno()])
                 theirs.close()
                 ours.settimeout(DEFAULTS.birth_s)
-                pid = int.from_bytes(_exactly(ours, _HEAD), "big")
+                pid = int.from_bytes(ours.makefile("rb").read(_HEAD), "big")
                 if not pid:
                     raise Unavailable("the fork server has ended")
                 _send(ours, order, [] if line is None else [line.fileno()])
@@ -262,8 +262,10 @@ def _become(line: socket.socket, parent: int) -> NoReturn:
 def _hear(line: socket.socket) -> tuple[_Order, list[int]] | None:
     head, fds, _, _ = socket.recv_fds(line, _HEAD, 1)
     size = int.from_bytes(head, "big")
-    data = _exactly(line, size)
-    return (msgspec.json.decode(data, type=_Order), list(fds)) if size and data else None
+    data = line.makefile("rb").read(size)
+    if not size or len(data) != size:
+        return None  # whoever asked has left
+    return msgspec.json.decode(data, type=_Order), list(fds)
 
 
 def _dress(order: _Order, fds: Sequence[int]) -> None:
@@ -335,17 +337,6 @@ def _send(line: socket.socket, order: _Order, fds: Sequence[int]) -> None:
     data = msgspec.json.encode(order)
     socket.send_fds(line, [len(data).to_bytes(_HEAD, "big")], fds)
     line.sendall(data)
-
-
-def _exactly(line: socket.socket, size: int) -> bytes:
-    """So many bytes, or none if the other side has left."""
-    data = b""
-    while len(data) < size:
-        part = line.recv(size - len(data))
-        if not part:
-            return b""
-        data += part
-    return data
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """A rendezvous for people: who holds which rank, who waits, and what went wrong."""
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +14,7 @@ from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.records import Cycle, Keys
 from holdfast.text import age, clean, plural, table
 
-__all__ = ["Overview", "lines", "look", "parked_line", "used_name"]
+__all__ = ["Overview", "lines", "look", "parked_line", "say", "used_name"]
 
 _STATES = ("active", "finished", "spare", "parked", "ready", "stopping", "drained", "gone")
 
@@ -92,6 +94,13 @@ async def look(ledger: Ledger, run: str) -> Overview:
     return Overview(run=run, cycle=cycle, nodes=tuple(seen.values()), revision=found.revision)
 
 
+def say(text: str) -> None:
+    """Tell the user of this node, whatever logging is set to."""
+    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away ends no node
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()
+
+
 def used_name(run: str, cycle: Cycle, flag: str) -> str:
     """What a node hears that was started under the name of a run that had ended before."""
     when = ""
@@ -122,10 +131,10 @@ def _waiting(ready_for: int, cycle: Cycle) -> str:
     return "ready" if cycle.state == "open" else "spare"
 
 
-def lines(view: Overview, now: float | None = None) -> list[str]:
+def lines(view: Overview) -> list[str]:
     """The overview as text."""
     cycle = view.cycle
-    now = time.time() if now is None else now
+    now = time.time()
     counts: Mapping[str, int] = {
         state: sum(node.state == state for node in view.nodes) for state in _STATES
     }

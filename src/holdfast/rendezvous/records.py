@@ -32,6 +32,7 @@ __all__ = [
     "Member",
     "Node",
     "Parked",
+    "Place",
     "Rules",
     "put_cycle",
 ]
@@ -226,6 +227,27 @@ class Drain(Record, frozen=True, kw_only=True):
     """Somebody wants this node without a rank."""
 
     reason: str = ""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a member needs to know about its place in a running cycle."""
+
+    cycle: int
+    revision: int
+    """That of the cycle's record: compare it, and you act within this cycle or not at all."""
+    rank: int
+    """This node's rank among the nodes."""
+    nodes: int
+    first_rank: int
+    """The rank of this node's first worker among all workers."""
+    world_size: int
+    slots: int
+    address: str
+    """Where rank 0 is reached, and on which port it will listen."""
+    port: int
+    first: str = ""
+    """The node with rank 0, and where its agent answers probes (0: it does not)."""
+    probe_port: int = 0
 
 
 class Keys:

@@ -60,6 +60,7 @@ from holdfast.rendezvous.records import (
     Keys,
     Node,
     Parked,
+    Place,
     Rules,
     put_cycle,
 )
@@ -71,27 +72,6 @@ T = TypeVar("T")
 
 _NAME_TAKEN_LEASES = 3
 _STAND_INS = 3
-
-
-class Place(msgspec.Struct, frozen=True):
-    """What a member needs to know about its place in a running cycle."""
-
-    cycle: int
-    revision: int
-    """That of the cycle's record: compare it, and you act within this cycle or not at all."""
-    rank: int
-    """This node's rank among the nodes."""
-    nodes: int
-    first_rank: int
-    """The rank of this node's first worker among all workers."""
-    world_size: int
-    slots: int
-    address: str
-    """Where rank 0 is reached, and on which port it will listen."""
-    port: int
-    first: str = ""
-    """The node with rank 0, and where its agent answers probes (0: it does not)."""
-    probe_port: int = 0
 
 
 class Rendezvous:
@@ -166,11 +146,6 @@ class Rendezvous:
         """When the lease may have ended, on our own clock: by then no worker may run."""
         return self._keeper.valid_until
 
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set when the lease is lost."""
-        return self._keeper.lost
-
     # ---- what a node does ------------------------------------------------------
 
     async def changed(self, head: Stored[Cycle]) -> Stored[Cycle]:
@@ -186,19 +161,18 @@ class Rendezvous:
     async def ready(self, head: Stored[Cycle], *, port: int | None = None) -> None:
         """Be ready for a cycle: none of this node's workers runs any more."""
         number = head.record.number
-        await self._say(cycle=number, heard=number, port=self._node.port if port is None else port)
+        await self._say(cycle=number, heard=number, port=port)
 
     def place(self, head: Stored[Cycle]) -> Place | None:
         """This node's place in a running cycle; None: it is a spare."""
         cycle = head.record
         if cycle.state != "running" or self._entry is None:
             return None
-        rank = next((r for r, one in enumerate(cycle.members) if one.name == self._name), None)
+        me = self._name, self._entry.create_revision  # an earlier life holds nothing
+        rank = next((r for r, one in enumerate(cycle.members) if (one.name, one.life) == me), None)
         if rank is None:
             return None
         first, member = cycle.members[0], cycle.members[rank]
-        if member.life != self._entry.create_revision:
-            return None  # an earlier life of this node held it
         return Place(
             cycle.number,
             head.entry.mod_revision,
@@ -284,23 +258,16 @@ class Rendezvous:
     def _record(self, node: Node) -> Put:
         return put(self._key, node, lease=self._keeper.id)
 
-    async def _say(
-        self, *, heard: int = 0, cycle: int = 0, port: int | None = None, unreached: int = 0
-    ) -> None:
+    async def _say(self, *, port: int | None = None, **numbers: int) -> None:
+        """Change this node's record; the numbers of cycles in it only grow."""
         async with self._saying:
-            await self._write(
-                msgspec.structs.replace(
-                    self._node,
-                    heard=max(heard, self._node.heard),
-                    cycle=max(cycle, self._node.cycle),
-                    port=self._node.port if port is None else port,
-                    unreached=max(unreached, self._node.unreached),
-                )
-            )
+            node = self._node
+            grown = {name: max(new, getattr(node, name)) for name, new in numbers.items()}
+            port = node.port if port is None else port
+            await self._write(msgspec.structs.replace(node, port=port, **grown))
 
     async def _write(self, fresh: Node) -> None:
-        node = self._node
-        if fresh == node or self._entry is None:
+        if fresh == self._node or self._entry is None:
             return
         self._node = fresh
         get = Get(self._key)
@@ -384,9 +351,8 @@ class Rendezvous:
                     pass  # most of a crowd find that there is one, and need not ask for it
                 elif self._closer is None:
                     await self._apply()
-                elif self._is_closer():
-                    guard = same_life(self._closer)
-                    await self._duty(guard).run()
+                elif self._closer.lease == self._keeper.id:
+                    await self._duty(same_life(self._closer)).run()
                     return
                 elif (patience_s := self._patience_s()) is not None:
                     await self._stand_in(news, patience_s)
@@ -397,9 +363,6 @@ class Rendezvous:
         except Exception as error:  # noqa: BLE001 -- `_hear` raises it, and the office falls vacant
             self._trouble = error
             self._tell_news()
-
-    def _is_closer(self) -> bool:
-        return self._closer is not None and self._closer.lease == self._keeper.id
 
     async def _apply(self) -> None:
         """Try to become the closer; the head tells who did."""

@@ -7,7 +7,7 @@ hand their work to it and wait. What they mean here:
     num_nodes_waiting   1 when the cycle is over or the lease lost: torch's agent then stops its
                         workers and comes back for the next cycle; never blocks, never raises
     shutdown            the agent ends: with success, with failed workers, or with an error of its
-                        own, and these three are told apart (see `_Farewell`)
+                        own, and these three are told apart (see `_say_farewell`)
     is_closed           the run has succeeded or failed
     set_closed          the run fails, for everybody
 
@@ -24,7 +24,6 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Iterator
-from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -53,7 +52,7 @@ from holdfast.ledger.records import load
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.loopthread import LoopThread
 from holdfast.rendezvous.address import listen
-from holdfast.rendezvous.overview import used_name
+from holdfast.rendezvous.overview import say, used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
 from holdfast.timeouts import DEFAULTS
@@ -63,14 +62,6 @@ __all__ = ["HoldfastHandler"]
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-class _Farewell(Enum):
-    """What an agent's end means for the others."""
-
-    SUCCESS = "its workers have succeeded, and so has the run"
-    FAILURE = "its workers failed, and its restarts are used up: the run fails"
-    TROUBLE = "an error of its own: it leaves, the run goes on"
 
 
 class HoldfastHandler(RendezvousHandler):
@@ -83,7 +74,7 @@ class HoldfastHandler(RendezvousHandler):
         self._ledger: Ledger = ledger.open(options.url)
         self._runtime = LiveRuntime(self._ledger)
         self._member = Membership(
-            self._runtime, options, partial(listen, options.node.address), _say
+            self._runtime, options, partial(listen, options.node.address), say
         )
         self._server: TCPStore | None = None
         self._finished = False
@@ -161,7 +152,7 @@ class HoldfastHandler(RendezvousHandler):
                 f"the workers of this node had succeeded, but the run {self._options.run!r} has "
                 "not, and torch's agent cannot run them again: start this node again"
             )
-        return told is not None
+        return told
 
     # ---- joining ---------------------------------------------------------------
 
@@ -170,7 +161,7 @@ class HoldfastHandler(RendezvousHandler):
             with _torch_errors():
                 return self._run(self._member.join())
         except Mistake as error:
-            _say(str(error))  # torch's agent shows a traceback; the cause is its last line
+            say(str(error))  # torch's agent shows a traceback; the cause is its last line
             raise
         except Ended as end:
             cycle = end.cycle
@@ -181,7 +172,7 @@ class HoldfastHandler(RendezvousHandler):
             told = f"the run {run!r} has succeeded without this node"
             if late:
                 told = used_name(run, cycle, "--rdzv-id")
-            _say(told)  # torch's agent says nothing, and its torchrun exits with 0
+            say(told)  # torch's agent says nothing, and its torchrun exits with 0
             raise RendezvousGracefulExitError(told)
         raise RendezvousClosedError(
             used_name(run, cycle, "--rdzv-id")
@@ -206,7 +197,7 @@ class HoldfastHandler(RendezvousHandler):
     def _report_unreached(self, why: str) -> NoReturn:
         """Let the others hear that rank 0 is not reached; raises `Over` when the cycle ends."""
         if not self._member.stale():
-            _say(why)
+            say(why)
             with _torch_errors():
                 ended = self._run(self._member.unreached())
             if not ended:
@@ -249,18 +240,17 @@ class HoldfastHandler(RendezvousHandler):
 
     # ---- leaving ---------------------------------------------------------------
 
-    def _leave(self, error: BaseException | None) -> _Farewell | None:
-        """Tell the others, and let go of everything. None: they could not be told."""
+    def _leave(self, error: BaseException | None) -> bool:
+        """Tell the others, and let go of everything. False: they could not be told."""
         self._closed = True
         atexit.unregister(self._at_exit)
         thread = self._thread
         if thread is None:
-            return _Farewell.TROUBLE
-        farewell: _Farewell | None = None
+            return True
+        told = False
         try:
-            farewell = thread.run(
-                asyncio.wait_for(self._say_farewell(error), DEFAULTS.torchrun_farewell_s)
-            )
+            thread.run(asyncio.wait_for(self._say_farewell(error), DEFAULTS.torchrun_farewell_s))
+            told = True
             thread.run(asyncio.wait_for(self._ledger.close(), DEFAULTS.torchrun_farewell_s))
         except (HoldfastError, TimeoutError) as trouble:
             _log.warning(
@@ -269,25 +259,23 @@ class HoldfastHandler(RendezvousHandler):
         finally:
             self._server = None  # nothing listens any more; a forked child inherits no server
         thread.stop()
-        return farewell
+        return told
 
-    async def _say_farewell(self, error: BaseException | None) -> _Farewell:
+    async def _say_farewell(self, error: BaseException | None) -> None:
+        """Say what this agent's end means for the others.
+
+        If its workers have succeeded, there is nothing to say. If they failed and its restarts are
+        used up, the run fails. An error of its own: it leaves, and the run goes on.
+        """
         try:
-            farewell = self._farewell(error)
-            if farewell is _Farewell.FAILURE:
+            if self._finished:
+                return
+            if error is None or isinstance(error, ChildFailedError):
                 await self._member.fail(Cause(kind="failed", detail=_detail(error)))
-            elif farewell is _Farewell.TROUBLE and not self._finished:
-                await self._member.withdraw(_detail(error))
-            return farewell
+            else:
+                await self._member.give_up(Cause(kind="withdrew", detail=_detail(error)))
         finally:
             await self._member.close()
-
-    def _farewell(self, error: BaseException | None) -> _Farewell:
-        if self._finished:
-            return _Farewell.SUCCESS if self._succeeded else _Farewell.TROUBLE
-        if error is None or isinstance(error, ChildFailedError):
-            return _Farewell.FAILURE
-        return _Farewell.TROUBLE
 
     def _at_exit(self) -> None:
         """A signal ends torch's agent without `shutdown`: let nobody wait for the lease."""
@@ -310,13 +298,6 @@ class HoldfastHandler(RendezvousHandler):
                 raise
             self._thread = thread
         return self._thread.run(work)
-
-
-def _say(text: str) -> None:
-    """Tell the user, whatever torch's logging is set to."""
-    with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away ends no node
-        sys.stderr.write(f"holdfast: {text}\n")
-        sys.stderr.flush()
 
 
 @contextlib.contextmanager

@@ -79,19 +79,15 @@ class Membership:
         self._ready = 0
         self._used = 0
         self._head: Stored[Cycle] | None = None
-        self._place: Place | None = None
         self._life = 0
         self._watching: asyncio.Task[None] | None = None
         self._stale = False
         self._probes: ProbeServer | None = None
         self._parked: Parked | None = None
+        self.place: Place | None = None
+        """The last place that `join` has returned."""
         self.took_part = False
         """Whether this node has met the run before it was over."""
-
-    @property
-    def place(self) -> Place | None:
-        """The last place that `join` has returned."""
-        return self._place
 
     def stale(self) -> bool:
         """Whether the cycle of the last place is over, or the lease on it lost."""
@@ -113,7 +109,7 @@ class Membership:
         join time-out, and `Retriable` when the ledger is away for longer.
         """
         await self._end_watch()
-        await self._give_up(Cause(kind="failed", detail=_WORKERS_FAILED))
+        await self.give_up(Cause(kind="failed", detail=_WORKERS_FAILED))
         pauses = retry.Pauses(self._runtime)
         limit = self._runtime.now() + self._options.join_s
         while True:
@@ -130,10 +126,10 @@ class Membership:
                 await pauses.wait(error)
             else:
                 break
-        assert self._place is not None
+        assert self.place is not None
         self._stale = False
         self._watching = self._runtime.spawn(self._watch(), name="torchrun's cycle")
-        return self._place
+        return self.place
 
     async def _enter(self) -> Rendezvous:
         options = self._options
@@ -182,7 +178,7 @@ class Membership:
                     head = await rendezvous.changed(head)
             except TimeoutError:
                 raise TooLate(await self._missing()) from None
-        self._head, self._place, self._used = head, place, place.cycle
+        self._head, self.place, self._used = head, place, place.cycle
         self._life = cycle.members[place.rank].life
         if place.rank != 0:
             self._close_listener()
@@ -224,7 +220,7 @@ class Membership:
 
     async def probe(self) -> str:
         """Why rank 0 of the last place is not reached; empty: it is, or cannot be asked."""
-        place = self._place
+        place = self.place
         assert place is not None
         if not place.rank or not place.probe_port:
             return ""
@@ -245,7 +241,7 @@ class Membership:
         except HoldfastError:
             self._stale = True  # `join` meets the same trouble, and says what it is
 
-    async def _give_up(self, cause: Cause) -> None:
+    async def give_up(self, cause: Cause) -> None:
         """End the cycle of the last place, unless it is over."""
         if self._rendezvous is not None and self._head is not None:
             with contextlib.suppress(LeaseLost):
@@ -262,14 +258,14 @@ class Membership:
 
     async def outcome(self) -> Cycle:
         """Wait until the run, or the cycle of the last place, has ended. Needs no lease."""
-        assert self._place is not None
+        assert self.place is not None
         async with contextlib.aclosing(follow(self._runtime, self._keys.head)) as steps:
             async for step in steps:
                 entry = step.entries.get(self._keys.cycle)
                 if entry is None:
                     raise Gone("the run's records were removed", key=self._keys.cycle)
                 cycle = decode(Cycle, entry)
-                if cycle.final or cycle.number != self._place.cycle:
+                if cycle.final or cycle.number != self.place.cycle:
                     return cycle
         raise AssertionError("following a prefix does not end")
 
@@ -289,10 +285,6 @@ class Membership:
             guard = Compare(key, "create", "==", self._life)
             with contextlib.suppress(Fenced):
                 await fail(self._runtime, self._keys, self._named(cause), guard)
-
-    async def withdraw(self, reason: str) -> None:
-        """End the cycle, but not the run: this node leaves, others may take its place."""
-        await self._give_up(Cause(kind="withdrew", detail=reason))
 
     async def close(self) -> None:
         """Leave, and let go of everything."""
