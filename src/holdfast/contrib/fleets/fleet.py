@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from holdfast.contrib.fleets.follower import Follower
+from holdfast.contrib.fleets.follower import Follower, members_of, target_of
 from holdfast.contrib.fleets.plan import begin, offered
 from holdfast.errors import (
     Conflict,
@@ -32,8 +32,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Entry, Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
-from holdfast.ledger.records import decode, put
-from holdfast.ledger.unreadable import Unreadable, readable
+from holdfast.ledger.records import put
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.layout import check_name, check_version
 from holdfast.weights.records import Consumer, Keys, Target
@@ -114,15 +113,8 @@ class Fleet:
 
     async def _look(self) -> tuple[Target, list[Consumer]]:
         entries = (await self._runtime.ledger.range(self._keys.live)).entries
-        target, members = Target(), []
-        for entry in entries:
-            if entry.key == self._keys.target:
-                target = decode(Target, entry)
-            elif entry.key.startswith(self._keys.consumers):
-                member = readable(Consumer, entry)
-                if not isinstance(member, Unreadable):
-                    members.append(member)
-        return target, members
+        found = next((entry for entry in entries if entry.key == self._keys.target), None)
+        return target_of(found), members_of(self._keys, entries)
 
     async def update(self, version: int, *, attempts: int = 1, rollback: bool = False) -> Update:
         """Bring a version to all replicas; raises `Unavailable` when the round failed.
@@ -157,7 +149,7 @@ class Fleet:
         while True:
             try:
                 entry = await self._runtime.ledger.get(self._keys.target)
-                target = decode(Target, entry) if entry else Target()
+                target = target_of(entry)
                 if target.phase != "idle":
                     if self._is_ours(target, version):
                         return target.round
