@@ -53,12 +53,14 @@ def _version(
     """A whole version in memory: the manifest and the bytes of every file."""
     found = {one.name: one for one in sources(arrays)}
     shards = plan(list(found.values()), small_bytes=small_bytes)
+    where = {name: one.file for one in shards for name in one.names}
     raw = {one.file: b"".join(chunks([found[name] for name in one.names])) for one in shards}
     if len(shards) > 1:
-        raw["model.safetensors.index.json"] = index(shards, sum(one.bytes for one in shards))
+        raw["model.safetensors.index.json"] = index(
+            where.items(), sum(one.bytes for one in shards)
+        )
     raw["config.json"] = config
     files = tuple(FileEntry(name, len(one), digest(one)) for name, one in sorted(raw.items()))
-    where = {name: one.file for one in shards for name in one.names}
     tensors = tuple(_entry(one, where[name]) for name, one in sorted(found.items()))
     manifest = Manifest(
         step=step,

@@ -207,7 +207,8 @@ def test_the_index_is_what_transformers_and_vllm_read(tmp_path: Path) -> None:
         parts = [found[name] for name in shard.names]
         (tmp_path / shard.file).write_bytes(b"".join(chunks(parts)))
     total = sum(one.bytes for one in shards)
-    (tmp_path / index_file()).write_bytes(index(shards, total))
+    places = [(name, one.file) for one in shards for name in one.names]
+    (tmp_path / index_file()).write_bytes(index(places, total))
     content = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert content.keys() == {"metadata", "weight_map"}
     assert content["metadata"] == {"total_size": sum(array.nbytes for array in arrays.values())}
@@ -223,4 +224,4 @@ def test_the_index_is_what_transformers_and_vllm_read(tmp_path: Path) -> None:
 def test_a_tensor_in_two_files_is_refused() -> None:
     """Ranks that both publish the same tensor have made a mistake; it names the tensor."""
     with pytest.raises(Mistake, match=r"tensor w is in a\.safetensors and in b\.safetensors"):
-        index([Shard("a.safetensors", ("w",), 1), Shard("b.safetensors", ("w",), 1)], 2)
+        index([("w", "a.safetensors"), ("w", "b.safetensors")], 2)

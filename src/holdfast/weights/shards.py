@@ -10,7 +10,7 @@ mapping. This module is pure: no file access.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -136,14 +136,13 @@ def index_file(stem: str = MODEL) -> str:
     return f"{stem}.safetensors.index.json"
 
 
-def index(shards: Sequence[Shard], total_bytes: int) -> bytes:
-    """The index's content: which file has which tensor. A name in two files is a `Mistake`."""
+def index(places: Iterable[tuple[str, str]], total_bytes: int) -> bytes:
+    """The index's content: tensors and their files. A name in two files is a `Mistake`."""
     files: dict[str, str] = {}
-    for shard in shards:
-        for name in shard.names:
-            if name in files:
-                raise Mistake(f"tensor {name} is in {files[name]} and in {shard.file}", key=name)
-            files[name] = shard.file
+    for name, file in places:
+        if name in files:
+            raise Mistake(f"tensor {name} is in {files[name]} and in {file}", key=name)
+        files[name] = file
     content = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(files.items())),

@@ -360,7 +360,7 @@ class Subscriber:
         if version not in self._loaded:
             raise Mistake(f"{self.name} acknowledges version {version}, which it never pinned")
         faults.point(LOADED)
-        await self.report(acknowledged=version)
+        await self.report(Told(acknowledged=version))
         faults.point(ACKNOWLEDGED)
         # Older ones can be pinned again if they are wanted again.
         self._loaded = {n: content for n, content in self._loaded.items() if n >= version}
@@ -372,31 +372,16 @@ class Subscriber:
         """
         return seat is self._seat and not seat.lost.is_set()
 
-    async def report(
-        self,
-        *,
-        staged: int | None = None,
-        acknowledged: int | None = None,
-        problem: str = "",
-        failed: int | None = None,
-        held: int = 0,
-        withdraw: bool = False,
-    ) -> None:
+    async def report(self, told: Told, *, withdraw: bool = False) -> None:
         """Tell what is loaded aside, what is served (None: as before), what went wrong.
 
         `withdraw` tells that nothing is served any more.
         """
-        content = self._loaded.get(acknowledged, "") if acknowledged is not None else ""
-        if not withdraw and (acknowledged is None or acknowledged == self._told.acknowledged):
-            acknowledged, content = self._told.acknowledged, self._told.content
-        told = Told(
-            staged=staged,
-            acknowledged=acknowledged,
-            content=content,
-            held=held,
-            failed=failed,
-            problem=problem,
-        )
+        served = told.acknowledged
+        content = "" if served is None else self._loaded.get(served, "")
+        if not withdraw and served in (None, self._told.acknowledged):
+            served, content = self._told.acknowledged, self._told.content
+        told = msgspec.structs.replace(told, acknowledged=served, content=content)
 
         async def once() -> None:
             seat = await self._sit()
