@@ -337,16 +337,6 @@ async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
 # ---- those who are not asked any more -------------------------------------------------
 
 
-async def test_a_replaced_publisher_sweeps_nothing(world: House) -> None:
-    """What is kept is the policy of whoever publishes now, not of somebody who was replaced."""
-    async with world.publisher(keep_last=1) as old, world.publisher(keep_last=3) as new:
-        await fill(new, *range(3))
-        for act in (old.publish(9, weights(9)), old.begin(9), old.sweep()):
-            with pytest.raises(Fenced):
-                await act
-            assert world.folders() == [0, 1, 2]
-
-
 # ---- trainers that are not ours -------------------------------------------------------
 
 

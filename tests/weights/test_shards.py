@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import Mistake
 from holdfast.tensors import Source, size, sources
-from holdfast.weights.shards import Shard, index, index_file, part_file, plan
+from holdfast.weights.shards import Shard, index, index_file, plan
 from holdfast.weights.stfile import chunks
 
 MB = 1 << 20
@@ -183,9 +183,7 @@ def test_each_rank_plans_alone() -> None:
         )
     ]
     assert len(set(files)) == len(files)
-    assert files[0] == part_file("model", 0, 1) == "model-rank00000-00001.safetensors"
-    with pytest.raises(Mistake):
-        part_file("model", -1, 1)
+    assert files[0] == "model-rank00000-00001.safetensors"
     with pytest.raises(Mistake):
         plan([], small_bytes=0)
 

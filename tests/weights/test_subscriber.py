@@ -57,7 +57,7 @@ async def test_killed_consumer(shared: House, point: str) -> None:
         with _consumer(shared, f"{point}:kill") as victim:
             await victim.ahear("ready")
             with contextlib.suppress(BrokenPipeError):  # it may be dead before the last word
-                for word in ("go", "stage", "acknowledge"):
+                for word in ("go", "serve"):
                     victim.tell(word)
             assert await victim.killed() == point
         alive = "victim" in await shared.consumers()

@@ -142,7 +142,7 @@ def version(
             clean(one.name),
             size(one.bytes),
             one.hash[:HASH_SHOWN],
-            numbers(found.shared_with(one.name)),
+            numbers(found.shared.get(one.name, ())),
         )
         for one in sorted(found.manifest.files, key=lambda one: one.name)
     ]
@@ -193,7 +193,8 @@ def version_json(
     fields["problem"] = found.problem or fields.get("problem", "")
     files = found.manifest.files if found.manifest else ()
     fields["files"] = [
-        {**msgspec.to_builtins(one), "shared_with": found.shared_with(one.name)} for one in files
+        {**msgspec.to_builtins(one), "shared_with": found.shared.get(one.name, ())}
+        for one in files
     ]
     if with_tensors and found.manifest is not None:
         fields["tensors"] = msgspec.to_builtins(found.manifest.tensors)

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.errors import Mistake
 from holdfast.tensors import Source, size
 
-__all__ = ["ADAPTER", "MODEL", "Shard", "index", "index_file", "part_file", "plan"]
+__all__ = ["ADAPTER", "MODEL", "Shard", "index", "index_file", "plan"]
 
 MODEL = "model"
 """How the files of a model begin, for transformers and vLLM."""
@@ -117,18 +117,12 @@ def _natural(name: str) -> tuple[list[str | int], str]:
 
 
 def _file(stem: str, rank: int | None, number: int, total: int) -> str:
+    """The name of one of so many files, or of one of a rank's files; counted from 1."""
     if rank is not None:
-        return part_file(stem, rank, number)
+        return f"{stem}-rank{rank:05d}-{number:05d}.safetensors"
     if total == 1:
         return f"{stem}.safetensors"
     return f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-
-
-def part_file(stem: str, rank: int, number: int) -> str:
-    """The name of one of a rank's files, counted from 1."""
-    if rank < 0 or number < 1:
-        raise Mistake(f"there is no file {number} of rank {rank}")
-    return f"{stem}-rank{rank:05d}-{number:05d}.safetensors"
 
 
 def index_file(stem: str = MODEL) -> str:

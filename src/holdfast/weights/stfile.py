@@ -45,9 +45,9 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
-def header(sources: Sequence[Source], metadata: Mapping[str, str] = METADATA) -> bytes:
+def header(sources: Sequence[Source]) -> bytes:
     """What stands before the data of a file with these tensors."""
-    described: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    described: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for source in _ordered(sources):
         if source.name in described:
@@ -75,11 +75,9 @@ def header(sources: Sequence[Source], metadata: Mapping[str, str] = METADATA) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def chunks(
-    sources: Sequence[Source], metadata: Mapping[str, str] = METADATA
-) -> Iterator[bytes | memoryview]:
+def chunks(sources: Sequence[Source]) -> Iterator[bytes | memoryview]:
     """The whole file, piece by piece; the tensors are not copied."""
-    yield header(sources, metadata)
+    yield header(sources)
     for source in _ordered(sources):
         if source.data.nbytes:
             yield source.data

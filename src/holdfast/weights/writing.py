@@ -117,11 +117,11 @@ async def prepare(
     }
     parent = await _parent(disk, ticket)
     reuse: dict[str, FileEntry] = {}
-    for shard in shards if parent else ():
-        assert parent is not None
-        found = same_shard(parent, shard.file, [entries[name] for name in shard.names])
-        if found is not None:
-            reuse[shard.file] = found
+    if parent is not None:
+        for shard in shards:
+            found = same_shard(parent, shard.file, [entries[name] for name in shard.names])
+            if found is not None:
+                reuse[shard.file] = found
     return Prepared(shards, {one.name: one for one in given}, entries, reuse)
 
 

@@ -264,10 +264,7 @@ class Replica:
         while (version := self.serving()) is None:
             if self._runtime.now() >= deadline_s:
                 raise Unavailable(f"{self.name} serves nothing now: ask another replica")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(DEFAULTS.fleet_door_s, timeout_s)):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._moved(min(DEFAULTS.fleet_door_s, timeout_s))
         self._inside += 1
         try:
             yield version
@@ -286,11 +283,15 @@ class Replica:
     async def _emptied(self, still: Callable[[], bool] = lambda: True) -> bool:
         """Wait until nobody is inside, as long as there is need to."""
         while self._inside and still():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DEFAULTS.fleet_door_s):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._moved(DEFAULTS.fleet_door_s)
         return not self._inside
+
+    async def _moved(self, limit_s: float) -> None:
+        """Wait until something moved at the door, or it is time to look again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _open_door(self) -> None:
         """Let callers in, if the target allows it: read now, under the seat that we have now.
