@@ -8,34 +8,23 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 import torch
 from aiohttp import web
-from safetensors.torch import load_file, save_file
 
 from holdfast.contrib.vllm.client import VllmServer, compare, expected
 from holdfast.errors import Corrupt, Mistake, TimedOut, Unavailable, UnknownOutcome
-from peers.conftest import MODEL, VllmProcess
+from peers.conftest import VllmProcess
 from peers.tiny_model import greedy, make_model
+from peers.vllm_parts import PROMPT, Weights, edit, generate, weights_of
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
-PROMPT = [5, 6, 7, 8]
 LONG_PROMPT = [3 + 7 * place % 50 for place in range(200)]  # longer than a block of the cache
 MANY = 240
 COUNT = 16
-
-Weights = dict[str, torch.Tensor]
-
-
-def weights_of(folder: Path) -> Weights:
-    found: Weights = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def copy_of(model: Path, folder: Path) -> Path:
@@ -43,33 +32,14 @@ def copy_of(model: Path, folder: Path) -> Path:
     return folder
 
 
-def edited(model: Path, folder: Path, edit: Callable[[Weights], None]) -> Path:
-    """A copy whose tensors were changed, shard by shard."""
-    copy_of(model, folder)
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        edit(tensors)
-        save_file(tensors, file, {"format": "pt"})
+def edited(model: Path, folder: Path, change: Callable[[Weights], None]) -> Path:
+    """A copy whose tensors were changed."""
+    edit(copy_of(model, folder), change)
     return folder
 
 
-async def generate(
-    server: VllmServer, prompt: list[int] = PROMPT, count: int = COUNT
-) -> dict[str, Any]:
-    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-    body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling}
-    limit = aiohttp.ClientTimeout(total=60)
-    async with (
-        aiohttp.ClientSession(timeout=limit) as session,
-        session.post(f"{server.url}/inference/v1/generate", json=body) as answer,
-    ):
-        answer.raise_for_status()
-        choice: dict[str, Any] = (await answer.json())["choices"][0]
-        return choice
-
-
 async def tokens(server: VllmServer, prompt: list[int] = PROMPT, count: int = COUNT) -> list[int]:
-    return list((await generate(server, prompt, count))["token_ids"])
+    return list((await generate(server.url, prompt, count))["token_ids"])
 
 
 async def load(server: VllmServer, folder: Path, version: int) -> None:
@@ -112,7 +82,7 @@ async def test_serves_what_was_loaded(vllm: VllmServer, models: dict[int, Path])
 async def test_answers_name_their_version(vllm: VllmServer, models: dict[int, Path]) -> None:
     """Every answer carries the label of the version that made it, once the label is set."""
     await load(vllm, models[2], 2)
-    choice = await generate(vllm)
+    choice = await generate(vllm.url)
     assert choice["weight_versions"] == [{"version": "2", "start": 0, "end": COUNT}]
 
 
@@ -154,11 +124,11 @@ async def test_wait_gives_answers_of_one_version(
     """A pause that waits returns when the running request has ended; a request that comes
     while paused is answered by the version that is resumed."""
     async with asyncio.TaskGroup() as group:
-        old = group.create_task(generate(vllm, count=MANY))
+        old = group.create_task(generate(vllm.url, count=MANY))
         await running(vllm)
         await vllm.pause("wait")
         await asyncio.wait_for(asyncio.shield(old), 5)
-        new = group.create_task(generate(vllm))
+        new = group.create_task(generate(vllm.url))
         assert await vllm.paused()
         await vllm.reload(str(models[2]))
         await vllm.set_version(2)
@@ -174,7 +144,7 @@ async def test_a_pause_can_be_taken_up_again(vllm: VllmServer) -> None:
     """A pause that ran out of time holds back new requests; the next one waits for the rest."""
     async with VllmServer(vllm.url, call_s=0.03) as hasty:
         for _ in range(20):
-            old = asyncio.create_task(generate(vllm, count=MANY))
+            old = asyncio.create_task(generate(vllm.url, count=MANY))
             await running(vllm)
             try:
                 await hasty.pause("wait")
@@ -195,7 +165,7 @@ async def test_a_pause_can_be_taken_up_again(vllm: VllmServer) -> None:
 
 async def test_abort_cuts_answers_short(vllm: VllmServer) -> None:
     """A pause that aborts ends the running request at once, with what it has and a reason."""
-    old = asyncio.create_task(generate(vllm, count=MANY))
+    old = asyncio.create_task(generate(vllm.url, count=MANY))
     await running(vllm)
     await vllm.pause("abort")
     choice = await asyncio.wait_for(old, 5)
@@ -206,7 +176,7 @@ async def test_abort_cuts_answers_short(vllm: VllmServer) -> None:
 async def test_keep_mixes_versions(vllm: VllmServer, models: dict[int, Path]) -> None:
     """A pause that keeps running requests gives them tokens of two versions: why `pause`
     waits unless told otherwise."""
-    old = asyncio.create_task(generate(vllm, count=MANY))
+    old = asyncio.create_task(generate(vllm.url, count=MANY))
     await running(vllm)
     await vllm.pause("keep")
     assert not old.done()
@@ -505,7 +475,7 @@ async def test_a_refused_heal_means_restart(
     assert await vllm.healthy()
     await vllm.resume()
     with pytest.raises((aiohttp.ClientError, TimeoutError)):
-        await generate(vllm)
+        await generate(vllm.url)
     assert not await vllm.healthy()
     assert vllm_process.child is not None
     assert await asyncio.to_thread(vllm_process.child.wait, 60) == 0
