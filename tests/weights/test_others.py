@@ -104,7 +104,6 @@ async def _watched(
     folder: Path, book: str, loads: dict[str, float], steps: int, step_s: float, stall_s: float
 ) -> None:
     """A trainer and watchers of these load times, each a process of its own."""
-    folder.mkdir(exist_ok=True)
     async with house(folder, book) as home:
         with contextlib.ExitStack() as stack:
             how = {"steps": steps, "step_s": step_s, "retention": {"keep_last": 1}}
@@ -125,25 +124,31 @@ async def _watched(
                 assert len(report["loaded"]) > 2, (marker, report)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("book", ["sqlite", "markers"])
-async def test_watchers_of_every_speed_miss_nothing(tmp_path: Path, book: str) -> None:
-    """Processes that load in 0.5, 1, 2 and 5 steps of the trainer, for 40 steps."""
-    loads = {
-        f".holdfast/consumers/of-{ratio}/LOADED_STEP": ratio * 0.25 for ratio in (0.5, 1.0, 2.0)
-    }
-    await _watched(tmp_path, book, {BESIDE: 5 * 0.25, **loads}, 40, 0.25, 0.0)
+EVERY_SPEED = {
+    BESIDE: 5 * 0.25,
+    **{f".holdfast/consumers/of-{one}/LOADED_STEP": one * 0.25 for one in (0.5, 1.0, 2.0)},
+}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-async def test_a_watcher_that_stalls_for_90_s_misses_nothing(tmp_path: Path) -> None:
-    """It stalls for 90 s between seeing a version and loading it, while the trainer goes on."""
-    await asyncio.gather(
-        _watched(tmp_path / "a", "sqlite", {BESIDE: 1.0}, 110, 1.0, 90.0),
-        _watched(tmp_path / "b", "markers", {BESIDE: 1.0}, 110, 1.0, 90.0),
-    )
+@pytest.mark.parametrize("book", ["sqlite", "markers"])
+@pytest.mark.parametrize(
+    ("loads", "steps", "step_s", "stall_s"),
+    [(EVERY_SPEED, 40, 0.25, 0.0), ({BESIDE: 1.0}, 110, 1.0, 90.0)],
+    ids=["every speed", "a stall of 90 s"],
+)
+async def test_watchers_miss_nothing(
+    tmp_path: Path,
+    book: str,
+    loads: dict[str, float],
+    steps: int,
+    step_s: float,
+    stall_s: float,
+) -> None:
+    """Watcher processes that load in 0.5, 1, 2 and 5 steps of the trainer; and one that stalls
+    between seeing a version and loading it, while the trainer goes on."""
+    await _watched(tmp_path, book, loads, steps, step_s, stall_s)
 
 
 # ---- a trainer that is not ours ----------------------------------------------------
