@@ -391,24 +391,6 @@ def naive_trainer(root: str, steps: int, step_s: float) -> None:
     say("done")
 
 
-def naive_loader(root: str, load_s: float, last: int) -> None:
-    """What its inference side does: look for the marker, then load."""
-    say("ready")
-    sys.stdin.readline()
-    number = 0
-    while number < last:
-        folder = newest_marked(Path(root) / "policy")
-        if folder is None:
-            time.sleep(0.005)
-            continue
-        try:
-            number = read_folder(folder, load_s / (LAYERS + 1))[0]
-        except (FileNotFoundError, Torn) as error:
-            say("report", error=type(error).__name__, text=str(error))
-            return
-    say("report", error="", text="")
-
-
 def watch(
     base: Path, marker: Path, load_s: float, last: int, stall_s: float = 0.0
 ) -> dict[str, Any]:
@@ -463,7 +445,6 @@ CHILDREN: dict[str, Callable[..., Any]] = {
         loader,
         watcher,
         naive_trainer,
-        naive_loader,
     )
 }
 

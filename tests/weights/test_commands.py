@@ -341,22 +341,23 @@ def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
 # ---- watch -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watching(place: Place) -> Iterator[tuple[proc.Child, Callable[[], str]]]:
+@contextlib.contextmanager
+def _watching(path: str, log: Path, *more: str) -> Iterator[proc.Child]:
     """A shell that watches."""
-    log = place.root / "watch.log"
-    with proc.spawn([*HOLDFAST, "weights", "watch", place.path, "--json"], log=log) as child:
+    with proc.spawn([*HOLDFAST, "weights", "watch", path, *more], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
-        yield child, log.read_text
+        yield child
 
 
-def test_watch_follows_other_processes(
-    place: Place, watching: tuple[proc.Child, Callable[[], str]]
-) -> None:
+def test_watch_follows_other_processes(place: Place) -> None:
     """Published by one, pinned and acknowledged by another that leaves, by a third that dies;
     Ctrl-C ends it without a word."""
-    child, read = watching
+    log = place.root / "watch.log"
+    with _watching(place.path, log, "--json") as child:
+        _follow(place, child, log.read_text)
 
+
+def _follow(place: Place, child: proc.Child, read: Callable[[], str]) -> None:
     def seen() -> list[tuple[str, int | None, str]]:
         lines = [json.loads(line) for line in read().splitlines() if line.startswith("{")]
         return [(one["what"], one["version"], one["consumer"]) for one in lines]
@@ -372,16 +373,16 @@ def test_watch_follows_other_processes(
     _run("sweep", place.path, "--keep-last", "1")
     child.wait_until(lambda: ("swept", 0, "") in seen())
     found = seen()
-    for name in ("r0", "r1"):
-        own = [one for one in found if one[2] == name]
-        assert own[:3] == [("joined", None, name), ("pinned", 7, name), ("acknowledged", 7, name)]
-    assert [one for one in found if one[2] == "r0"][3:] == [
-        ("unpinned", 7, "r0"),
-        ("left", None, "r0"),
+    came = [("joined", None), ("pinned", 7), ("acknowledged", 7)]
+    assert [one[:2] for one in found if one[2] == "r0"] == [
+        *came,
+        ("unpinned", 7),
+        ("left", None),
     ]
-    assert [one for one in found if one[2] == "r1"][3:] == [
-        ("silent", None, "r1"),
-        ("lease ended", None, "r1"),
+    assert [one[:2] for one in found if one[2] == "r1"] == [
+        *came,
+        ("silent", None),
+        ("lease ended", None),
     ]
     assert ("opened", None, "") in found
     child.signal(signal.SIGINT)
@@ -392,9 +393,7 @@ def test_watch_follows_other_processes(
 
 def test_watch_for_people_stops_after_a_count(place: Place) -> None:
     log = place.root / "watch.log"
-    words = ["weights", "watch", place.path, "--count", "2"]
-    with proc.spawn([*HOLDFAST, *words], log=log) as child:
-        child.wait_until(lambda: "watching" in log.read_text())
+    with _watching(place.path, log, "--count", "2") as child:
         place.publish(5)
         assert child.wait(HANG_S) == 0
     heading, opened, published = log.read_text().splitlines()
@@ -427,8 +426,7 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
     assert "only its structure was checked" in _run("verify", path)
     assert "no manifest" in _run("show", path, "9")
     log = tmp_path / "watch.log"
-    with proc.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
-        child.wait_until(lambda: "watching" in log.read_text())
+    with _watching(path, log, "--count", "1") as child:
         assert "deleted version 0" in _run("sweep", path, "--keep-last", "3")
         assert child.wait(HANG_S) == 0
     assert "swept" in log.read_text()
@@ -470,13 +468,27 @@ def test_paths_may_be_written_in_many_ways(place: Place, monkeypatch: pytest.Mon
         assert "4 versions" in _run("ls", path)
 
 
-def test_the_ledger_is_found_or_asked_for(place: Place, tmp_path: Path) -> None:
+def test_the_ledger_is_found_or_asked_for(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder knows it. Where it does not, or not its password, the environment may."""
     about = place.root / "policy/.holdfast/channel.json"
     said = json.loads(about.read_text())
 
     def say(url: str | None) -> None:
         about.write_text(json.dumps({**said, "ledger": url}))
 
+    nowhere, variable = "sqlite:////nowhere/x.db", "HOLDFAST_LEDGER"
+    monkeypatch.setenv(variable, nowhere)
+    assert "4 versions" in _run("ls", place.path), "the folder knows better"
+    for known in ("", "etcd://me@127.0.0.1:1"):
+        say(known)
+        monkeypatch.setenv(variable, nowhere)
+        assert "no ledger at /nowhere/x.db" in _run("ls", place.path, code=4)
+        monkeypatch.setenv(variable, place.url)
+        assert "4 versions" in _run("ls", place.path)
+        monkeypatch.delenv(variable)
+        assert variable in _run("ls", place.path, code=2)
     say("")
     assert "give --ledger URL" in _run("ls", place.path, code=2)
     assert "4 versions" in _run("ls", place.path, "--ledger", place.url)

@@ -404,25 +404,6 @@ def test_the_folder_of_another_trainer_can_be_looked_at(tmp_path: Path) -> None:
     assert [one.name for one in Path(path).glob("step_*")] == ["step_2"]
 
 
-def test_a_ledger_from_the_environment(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the folder does not know it, or knows it without its password; not elsewhere."""
-    path = published(tmp_path, url)
-    about = Path(path, ".holdfast/channel.json")
-    said = json.loads(about.read_text())
-    monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:////nowhere/x.db")
-    assert "3 versions" in run("weights", "ls", path), "the folder knows better"
-    for known in ("", "etcd://me@127.0.0.1:1"):
-        about.write_text(json.dumps({**said, "ledger": known}))
-        assert "no ledger at /nowhere/x.db" in run("weights", "ls", path, code=4)
-        monkeypatch.setenv("HOLDFAST_LEDGER", url)
-        assert "3 versions" in run("weights", "ls", path)
-        monkeypatch.delenv("HOLDFAST_LEDGER")
-        assert "HOLDFAST_LEDGER" in run("weights", "ls", path, code=2)
-        monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:////nowhere/x.db")
-
-
 @pytest.mark.long
 @pytest.mark.etcd
 def test_watch_tells_when_the_ledger_is_away(tmp_path: Path) -> None:
