@@ -6,6 +6,7 @@ with whatever the last test left in it. It runs in bfloat16, so that its checker
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -77,26 +78,17 @@ def compared(blind: tuple[str, ...]) -> bool:
     return all(".mlp." in name or ".self_attn." in name for name in blind)
 
 
+@dataclasses.dataclass
 class Bench:
     """A channel, its ledger, its publisher, its fleet, and the server."""
 
-    def __init__(
-        self,
-        root: Path,
-        ledger: Ledger,
-        publisher: Publisher,
-        process: VllmProcess,
-        server: VllmServer,
-        carried: dict[str, bytes | str | Path],
-        weights: dict[int, Weights],
-    ) -> None:
-        self.root = root
-        self.ledger = ledger
-        self.publisher = publisher
-        self.process = process
-        self.server = server
-        self.carried = carried
-        self.weights = weights
+    root: Path
+    ledger: Ledger
+    publisher: Publisher
+    process: VllmProcess
+    server: VllmServer
+    carried: dict[str, bytes | str | Path]
+    weights: dict[int, Weights]
 
     async def publish(self, number: int, tensors: Weights | None = None) -> None:
         await self.publisher.publish(number, tensors or self.weights[number], files=self.carried)

@@ -27,14 +27,9 @@ MANY = 240
 COUNT = 16
 
 
-def copy_of(model: Path, folder: Path) -> Path:
-    shutil.copytree(model, folder)
-    return folder
-
-
 def edited(model: Path, folder: Path, change: Callable[[Weights], None]) -> Path:
     """A copy whose tensors were changed."""
-    edit(copy_of(model, folder), change)
+    edit(shutil.copytree(model, folder), change)
     return folder
 
 
@@ -203,13 +198,13 @@ async def test_pause_empties_the_prefix_cache(vllm: VllmServer, models: dict[int
 
 
 def cut_shard(model: Path, folder: Path) -> Path:
-    shard = sorted(copy_of(model, folder).glob("*.safetensors"))[1]
+    shard = sorted(shutil.copytree(model, folder).glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size // 2)
     return folder
 
 
 def no_shard(model: Path, folder: Path) -> Path:
-    sorted(copy_of(model, folder).glob("*.safetensors"))[1].unlink()
+    sorted(shutil.copytree(model, folder).glob("*.safetensors"))[1].unlink()
     return folder
 
 

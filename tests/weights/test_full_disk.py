@@ -23,7 +23,7 @@ from holdfast.weights.room import Waiting
 from patience import HANG_S
 from weights.children import publish
 from weights.command import run
-from weights.family import House, house
+from weights.family import House, go, house
 
 DISK_BYTES = 2 << 20
 PAGE = 4096
@@ -259,8 +259,7 @@ async def test_a_dead_consumer_holds_the_budget_for_its_lease(tmp_path: Path, ne
             home.start("consumer", name="victim", needs=needs, lease_s=LEASE_S) as victim,
         ):
             async with home.publisher(keep_last=1, max_bytes=budget) as publisher:
-                await victim.ahear("ready")
-                victim.tell("go")
+                await go(victim)
                 await victim.ahear("pinned")
                 waiting, number, consumers = await _waiting(publisher, log)
                 assert consumers == ["victim"]

@@ -248,36 +248,23 @@ async def test_versions_of_a_foreign_trainer_are_loaded(markers: House) -> None:
     assert list(markers.hidden.glob("consumers/*")) == []
 
 
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+LACKING = f'{{"weight_map": {{"layers.0.weight": "{ONE}"}}}}'
+AGAIN = {"layers.0.weight": np.zeros(1)}
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: os.truncate(folder / "model-00002-of-00002.safetensors", 90), "damaged"),
-        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "is not in"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "not an index"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"layers.0.weight": "model-00001-of-00002.safetensors"}}'
-            ),
-            "is not in it",
-        ),
-        (
-            lambda folder: [
-                (folder / "model.safetensors.index.json").unlink(),
-                (folder / "model-00001-of-00002.safetensors").unlink(),
-            ],
-            "model-00001-of-00002.safetensors is missing",
-        ),
-        (
-            lambda folder: safetensors.numpy.save_file(
-                {"layers.0.weight": np.zeros(1)}, folder / "extra.safetensors"
-            ),
-            "both hold layers.0.weight",
-        ),
-        (lambda folder: [path.unlink() for path in folder.glob("model*")], "no safetensors file"),
-        (
-            lambda folder: (folder / "linked.safetensors").symlink_to("/dev/zero"),
-            "not an ordinary file",
-        ),
+        (lambda at: os.truncate(at / TWO, 90), "damaged"),
+        (lambda at: (at / TWO).unlink(), "is not in"),
+        (lambda at: (at / INDEX).write_text("{"), "not an index"),
+        (lambda at: (at / INDEX).write_text(LACKING), "is not in it"),
+        (lambda at: [(at / one).unlink() for one in (INDEX, ONE)], f"{ONE} is missing"),
+        (lambda at: safetensors.numpy.save_file(AGAIN, at / "x.safetensors"), "both hold layers"),
+        (lambda at: [path.unlink() for path in at.glob("model*")], "no safetensors file"),
+        (lambda at: (at / "x.safetensors").symlink_to("/dev/zero"), "not an ordinary file"),
     ],
 )
 async def test_a_foreign_version_that_is_not_whole_is_not_loaded(

@@ -23,7 +23,7 @@ from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFile, LocalFolder
 from holdfast.weights.overview import collect
 from weights.children import model, watch, write_marker
-from weights.family import House, Kid, house, start
+from weights.family import House, Kid, go, house, start
 
 LIMIT_S = 20.0
 BESIDE = "LOADED_STEP"
@@ -114,10 +114,7 @@ async def _watched(
                 times: dict[str, Any] = {"load_s": load_s, "last": steps, "stall_s": stall_s}
                 watcher = start("watcher", folder=folder, **where, **times)
                 kids[marker] = stack.enter_context(watcher)
-            for kid in (trainer, *kids.values()):
-                await kid.ahear("ready", LIMIT_S)
-            for kid in (*kids.values(), trainer):
-                kid.tell("go")
+            await go(*kids.values(), trainer)
             for marker, kid in kids.items():
                 report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
                 assert report["error"] == "", (marker, report)
