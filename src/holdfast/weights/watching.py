@@ -131,7 +131,7 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
                 else:
                     news += [leases.explain(one) for one in happened(before, after)]
                 before = after
-            if before is not None:
+            if before is not None and channel.has_ledger:
                 news += await leases.look(before)
                 news += await reach.look()
             for one in news:
@@ -150,7 +150,7 @@ class _Reach:
     async def look(self) -> list[Happening]:
         """Ask it something now and then; tells when it has gone and when it is back."""
         now_s = self._runtime.now()
-        if not self._channel.has_ledger or now_s < self._looked_s + DEFAULTS.show_s:
+        if now_s < self._looked_s + DEFAULTS.show_s:
             return []
         since_s, self._looked_s = self._away_since_s, now_s
         try:
@@ -179,8 +179,6 @@ class _Leases:
 
     async def look(self, view: View) -> list[Happening]:
         """Ask about every lease now and then; tells who has gone silent or come back."""
-        if not self._channel.has_ledger:
-            return []
         living = _living(view)
         self._silent &= living.keys()
         for key in self._ends_s.keys() - living.keys():

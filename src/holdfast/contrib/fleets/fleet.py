@@ -12,6 +12,7 @@ rules; this file begins rounds and waits for their end.
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Self
 
@@ -24,7 +25,6 @@ from holdfast.errors import (
     Conflict,
     Fenced,
     Gone,
-    HoldfastError,
     Mistake,
     Retriable,
     TimedOut,
@@ -124,18 +124,16 @@ class Fleet:
         that an owner who was away for a while does not do it unawares.
         """
         check_version(version)
-        failure: HoldfastError | None = None
-        for attempt in range(attempts):
-            if attempt:
-                await self._runtime.sleep(min(30.0, 2.0**attempt))
+        for attempt in itertools.count(1):
             number = await self._begin(version, rollback)
             target, members = await self._finish(number)
             if not target.problem and version in target.allowed:
                 return _outcome(version, members)
-            problem = target.problem or f"version {version} is not served"
-            failure = Unavailable(problem, version=version)
-        assert failure is not None
-        raise failure
+            if attempt >= attempts:
+                problem = target.problem or f"version {version} is not served"
+                raise Unavailable(problem, version=version)
+            await self._runtime.sleep(min(30.0, 2.0**attempt))
+        raise AssertionError("it counts for ever")
 
     async def _begin(self, version: int, rollback: bool) -> int:
         """Write the target of a new round; returns the round.

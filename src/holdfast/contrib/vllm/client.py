@@ -228,7 +228,7 @@ class VllmServer:
         `TimedOut` the server takes no new requests already: call again, or with "abort".
         "keep" makes answers of two versions: see the top.
         """
-        await self._call("POST", "/pause", query={"mode": mode}, says={"status": "paused"})
+        await self._call("POST", f"/pause?mode={mode}", says={"status": "paused"})
 
     async def resume(self) -> None:
         """Take requests again. Only after a load that succeeded and was checked."""
@@ -333,11 +333,10 @@ class VllmServer:
         path: str,
         *,
         body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
         says: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """The answer, which must say these things."""
-        status, data = await self.ask(method, path, body=body, query=query)
+        status, data = await self.ask(method, path, body=body)
         answer = self._check(status, data, path)
         if any(answer.get(name) != value for name, value in (says or {}).items()):
             raise self._stranger(path, data)
@@ -349,7 +348,6 @@ class VllmServer:
         path: str,
         *,
         body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
         limit: int = ANSWER_BYTES_MAX,
         limit_s: float | None = None,
         once: bool = False,
@@ -369,7 +367,6 @@ class VllmServer:
                 session.request(
                     method,
                     self.url + path,
-                    params=query,
                     data=msgspec.json.encode(body) if body is not None else None,
                     headers={**self._headers, "Content-Type": "application/json"},
                     timeout=limits,

@@ -35,7 +35,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -443,20 +443,14 @@ async def serve_vllm(
                         lease_s=lease_s,
                     )
                     losses = engine.losses
-                    async with subscriber, Replica(subscriber, engine), _retiring(engine):
-                        await engine.lost(losses)
+                    async with subscriber, Replica(subscriber, engine):
+                        try:
+                            await engine.lost(losses)
+                        finally:  # nobody keeps it in step once its replica has left
+                            await engine.retire()
                     pauses.reset()
             except (Retriable, UnknownOutcome, LeaseLost) as error:
                 await pauses.wait(error)
-
-
-@contextlib.asynccontextmanager
-async def _retiring(engine: VllmEngine) -> AsyncIterator[None]:
-    """Pause the server before its replica leaves: nobody would keep it in step afterwards."""
-    try:
-        yield
-    finally:
-        await engine.retire()
 
 
 def _same_names(version: int, wanted: frozenset[str], there: frozenset[str]) -> None:
