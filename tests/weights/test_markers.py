@@ -89,38 +89,39 @@ async def test_what_is_published_is_loaded_acknowledged_and_swept(world: House) 
         await refused(reader.pin(9), NotFound)
 
 
-async def test_a_pinned_version_survives_sweeps(world: House) -> None:
-    """However many versions come and sweeps run, what is pinned stays; then it goes."""
+async def test_what_a_consumer_needs_survives_sweeps(world: House) -> None:
+    """However many versions come: what is pinned stays, then what is served until another is
+    acknowledged; and for whoever needs every version all from the newest at its joining on."""
     async with world.publisher(keep_last=1) as publisher, world.subscriber() as reader:
         await publisher.publish(0, weights(0))
         async with reader.pin(0) as pin:
-            await fill(publisher, *range(1, 4))
-            report = await publisher.sweep()
-            assert report.deleted == ()
+            await fill(publisher, 1, 2, 3)
+            assert (await publisher.sweep()).deleted == ()
             assert world.folders() == [0, 3]
             await pin.check()
             staged = await pin.stage()
             assert safetensors.numpy.load_file(f"{staged}/model.safetensors")["w"][0] == 0
-        await publisher.sweep()
-        assert world.folders() == [3]
-
-
-async def test_what_is_served_survives_sweeps(world: House) -> None:
-    """The acknowledged version of a live consumer stays until it acknowledges another."""
-    async with world.publisher(keep_last=1) as publisher, world.subscriber() as reader:
-        await publisher.publish(0, weights(0))
-        async with reader.pin() as pin:
-            await reader.acknowledge(pin.number)
-        await fill(publisher, 1, 2)
-        assert world.folders() == [0, 2]
+            await reader.acknowledge(0)
+        await publisher.publish(4, weights(4))
+        assert world.folders() == [0, 4]
         async with reader.pin() as pin:
             await reader.acknowledge(pin.number)
         await publisher.sweep()
-        assert world.folders() == [2]
+        assert world.folders() == [4]
+        async with world.subscriber("r1", needs="every") as every:
+            await fill(publisher, 5, 6, 7)
+            assert world.folders() == [4, 5, 6, 7]
+            async with every.pin(6) as pin:
+                await every.acknowledge(pin.number)
+            await publisher.sweep()
+            assert world.folders() == [4, 6, 7]
+        await publisher.sweep()
+        assert world.folders() == [4, 7]
 
 
-async def test_publishing_again_is_nothing_or_a_mistake(world: House) -> None:
-    """A number stands for one content for ever, also after its files are gone."""
+async def test_a_number_means_one_content_for_ever(world: House) -> None:
+    """Publishing again is nothing or a mistake, also after the files are gone; a new publisher
+    goes on behind all that ever was, even if every folder is gone."""
     async with world.publisher(keep_last=1) as publisher:
         first = await publisher.publish(0, weights(0))
         again = await publisher.publish(0, weights(0))
@@ -128,44 +129,18 @@ async def test_publishing_again_is_nothing_or_a_mistake(world: House) -> None:
         assert again.content == first.content
         with pytest.raises(Mistake, match="other contents"):
             await publisher.publish(0, weights(1))
-        await publisher.publish(1, weights(1))
-        assert world.folders() == [1]
-        late = await publisher.publish(0, weights(0))
-        assert isinstance(late, Swept)
-        with pytest.raises(Mistake, match="other contents"):
-            await publisher.publish(0, weights(7))
-        assert world.folders() == [1]
-
-
-async def test_numbers_are_never_used_again(world: House) -> None:
-    """A new publisher goes on behind all that ever was, even if every folder is gone."""
-    async with world.publisher(keep_last=1) as publisher:
-        await fill(publisher, *range(4))
+        await fill(publisher, 1, 2, 3)
+        assert isinstance(await publisher.publish(0, weights(0)), Swept)
+    shutil.rmtree(world.base / "step_3")
     async with world.publisher(keep_last=1) as publisher:
         assert publisher.epoch == 2
         assert await publisher.next_version() == 4
-        with pytest.raises(Mistake, match="other contents"):
-            await publisher.publish(2, weights(9))
-    shutil.rmtree(world.base / "step_3")
-    async with world.publisher(keep_last=1) as publisher:
-        assert await publisher.next_version() == 4
+        for number in (0, 2):
+            with pytest.raises(Mistake, match="other contents"):
+                await publisher.publish(number, weights(9))
         await publisher.publish(6, weights(6))
         with pytest.raises(Mistake, match="numbers only grow"):
             await publisher.publish(5, weights(5))
-
-
-async def test_whoever_needs_every_version_holds_all_from_its_floor(world: House) -> None:
-    """From the newest version at its joining on, nothing goes before it has acknowledged it."""
-    async with world.publisher(keep_last=1) as publisher:
-        await fill(publisher, *range(3))
-        async with world.subscriber(needs="every") as reader:
-            await fill(publisher, *range(3, 7))
-            assert world.folders() == [2, 3, 4, 5, 6]
-            async with reader.pin(4) as pin:
-                await reader.acknowledge(pin.number)
-            await publisher.sweep()
-            assert world.folders() == [4, 5, 6]
-        await publisher.sweep()
         assert world.folders() == [6]
 
 
@@ -180,16 +155,6 @@ async def test_a_newer_version_wakes_whoever_waits(world: House) -> None:
         assert (await exactly).version == 1
         with pytest.raises(Gone, match="was deleted"):
             await reader.wait_for(0, LIMIT_S)
-
-
-async def test_a_marked_version_is_not_loaded(world: House) -> None:
-    """What was found damaged is neither the newest nor to be had by its number."""
-    async with world.publisher(keep_last=5) as publisher, world.subscriber() as reader:
-        await fill(publisher, *range(2))
-        await world.channel().book("someone").mark(1, "a shard is rotten")
-        async with reader.pin() as pin:
-            assert pin.number == 0
-        await refused(reader.pin(1), Corrupt, "rotten")
 
 
 async def test_a_replaced_publisher_is_told_and_stays_fenced(world: House) -> None:

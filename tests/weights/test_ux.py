@@ -44,7 +44,6 @@ from holdfast.weights.local import LocalDisk
 from patience import HANG_S
 from weights import family
 from weights.command import rows, run
-from weights.family import refused
 from weights.ledgers import Lossy
 
 LIMIT_S = HANG_S
@@ -88,21 +87,6 @@ def published(root: Path, url: str | None, count: int = 3) -> str:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/ledger.db"
-
-
-# ---- the wrong book -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
-async def test_a_consumer_with_the_other_kind_of_book_is_refused(
-    tmp_path: Path, kept_with: str
-) -> None:
-    """Its pins would hold nothing: the sweeps of this folder look elsewhere."""
-    async with MemoryLedger() as memory:
-        right, wrong = (memory, None) if kept_with == "ledger" else (None, memory)
-        async with Publisher(tmp_path, right) as publisher:
-            await publisher.publish(0, weights(0))
-        await refused(Subscriber(tmp_path, wrong), Mistake, "one book")
 
 
 # ---- sweeping -------------------------------------------------------------------------
