@@ -67,8 +67,9 @@ class Place:
     @contextlib.contextmanager
     def consumer(self, name: str, number: int, lease_s: float = 30) -> Iterator[Kid]:
         """A live consumer that serves, pins and has staged a version."""
-        how = {"name": name, "needs": "every", "lease_s": lease_s, "number": number}
-        with start("consumer", folder=self.root, root=str(self.root), url=self.url, **how) as kid:
+        where = {"root": str(self.root), "url": self.url}
+        how: dict[str, Any] = {"needs": "every", "lease_s": lease_s, "number": number}
+        with start("consumer", folder=self.root, name=name, **where, **how) as kid:
             kid.hear("ready")
             kid.tell("go")
             kid.tell("serve")

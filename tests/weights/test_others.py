@@ -100,27 +100,6 @@ async def test_the_recipe_of_the_docs_writes_the_marker(tmp_path: Path) -> None:
     assert marker.read_text() == "3\n"
 
 
-async def _watched(
-    folder: Path, book: str, loads: dict[str, float], steps: int, step_s: float, stall_s: float
-) -> None:
-    """A trainer and watchers of these load times, each a process of its own."""
-    async with house(folder, book) as home:
-        with contextlib.ExitStack() as stack:
-            how = {"steps": steps, "step_s": step_s, "retention": {"keep_last": 1}}
-            trainer = stack.enter_context(home.start("trainer", **how))
-            kids: dict[str, Kid] = {}
-            for marker, load_s in loads.items():
-                where = {"base": str(home.base), "marker": str(home.base / marker)}
-                times: dict[str, Any] = {"load_s": load_s, "last": steps, "stall_s": stall_s}
-                watcher = start("watcher", folder=folder, **where, **times)
-                kids[marker] = stack.enter_context(watcher)
-            await go(*kids.values(), trainer)
-            for marker, kid in kids.items():
-                report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
-                assert report["error"] == "", (marker, report)
-                assert len(report["loaded"]) > 2, (marker, report)
-
-
 EVERY_SPEED = {
     BESIDE: 5 * 0.25,
     **{f".holdfast/consumers/of-{one}/LOADED_STEP": one * 0.25 for one in (0.5, 1.0, 2.0)},
@@ -145,7 +124,21 @@ async def test_watchers_miss_nothing(
 ) -> None:
     """Watcher processes that load in 0.5, 1, 2 and 5 steps of the trainer; and one that stalls
     between seeing a version and loading it, while the trainer goes on."""
-    await _watched(tmp_path, book, loads, steps, step_s, stall_s)
+    async with house(tmp_path, book) as home:
+        with contextlib.ExitStack() as stack:
+            how = {"steps": steps, "step_s": step_s, "retention": {"keep_last": 1}}
+            trainer = stack.enter_context(home.start("trainer", **how))
+            kids: dict[str, Kid] = {}
+            for marker, load_s in loads.items():
+                where = {"base": str(home.base), "marker": str(home.base / marker)}
+                times: dict[str, Any] = {"load_s": load_s, "last": steps, "stall_s": stall_s}
+                watcher = start("watcher", folder=tmp_path, **where, **times)
+                kids[marker] = stack.enter_context(watcher)
+            await go(*kids.values(), trainer)
+            for marker, kid in kids.items():
+                report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
+                assert report["error"] == "", (marker, report)
+                assert len(report["loaded"]) > 2, (marker, report)
 
 
 # ---- a trainer that is not ours ----------------------------------------------------

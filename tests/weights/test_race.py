@@ -215,7 +215,7 @@ async def test_trainer_never_deletes_what_a_slow_loader_reads_for_long(
 async def test_the_race_is_lost_by_arithmetic(tmp_path: Path) -> None:
     """A trainer that deletes what is two steps old breaks a slow loader: the test can fail."""
     where = {"base": str(tmp_path / "policy"), "marker": str(tmp_path / "LOADED_STEP")}
-    how = {"load_s": 0.5, "last": 40, "stall_s": 0.0}
+    how: dict[str, Any] = {"load_s": 0.5, "last": 40, "stall_s": 0.0}
     with (
         start("naive_trainer", root=str(tmp_path), steps=40, step_s=0.1, folder=tmp_path) as one,
         start("watcher", folder=tmp_path, **where, **how) as two,
