@@ -74,13 +74,6 @@ async def test_serves_what_was_loaded(vllm: VllmServer, models: dict[int, Path])
     assert seen[1] != seen[2] != seen[3] != seen[1]
 
 
-async def test_answers_name_their_version(vllm: VllmServer, models: dict[int, Path]) -> None:
-    """Every answer carries the label of the version that made it, once the label is set."""
-    await load(vllm, models[2], 2)
-    choice = await generate(vllm.url)
-    assert choice["weight_versions"] == [{"version": "2", "start": 0, "end": COUNT}]
-
-
 async def test_checksum_is_computed_from_the_files(
     vllm: VllmServer, models: dict[int, Path]
 ) -> None:
@@ -166,21 +159,6 @@ async def test_abort_cuts_answers_short(vllm: VllmServer) -> None:
     choice = await asyncio.wait_for(old, 5)
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < MANY
-
-
-async def test_keep_mixes_versions(vllm: VllmServer, models: dict[int, Path]) -> None:
-    """A pause that keeps running requests gives them tokens of two versions: why `pause`
-    waits unless told otherwise."""
-    old = asyncio.create_task(generate(vllm.url, count=MANY))
-    await running(vllm)
-    await vllm.pause("keep")
-    assert not old.done()
-    await vllm.reload(str(models[2]))
-    await vllm.set_version(2)
-    await vllm.resume()
-    choice = await asyncio.wait_for(old, 30)
-    assert [span["version"] for span in choice["weight_versions"]] == ["1", "2"]
-    assert len(choice["token_ids"]) == MANY
 
 
 async def test_pause_empties_the_prefix_cache(vllm: VllmServer, models: dict[int, Path]) -> None:

@@ -365,13 +365,6 @@ class Subscriber:
         # Older ones can be pinned again if they are wanted again.
         self._loaded = {n: content for n, content in self._loaded.items() if n >= version}
 
-    def _counts(self, seat: Seat) -> bool:
-        """Whether what was told on this seat is told.
-
-        If it was lost in this moment the new one, perhaps on its way, does not know of it.
-        """
-        return seat is self._seat and not seat.lost.is_set()
-
     async def report(self, told: Told, *, withdraw: bool = False) -> None:
         """Tell what is loaded aside, what is served (None: as before), what went wrong.
 
@@ -386,7 +379,8 @@ class Subscriber:
         async def once() -> None:
             seat = await self._sit()
             await seat.report(told)
-            if not self._counts(seat):
+            # If it was lost in this moment the new one, perhaps on its way, does not know of it.
+            if seat is not self._seat or seat.lost.is_set():
                 raise LeaseLost(f"{self.name} lost its lease while it reported")
             # What is staged is pinned, and a pin ends with its seat.
             brought = msgspec.structs.replace(told, staged=None)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "PauseMode", "VllmServer", "compare", "expected"]
 
-PauseMode = Literal["wait", "abort", "keep"]
+PauseMode = Literal["wait", "abort"]
 
 ANSWER_BYTES_MAX = 64 * 1024
 CHECKSUM_BYTES_MAX = 32 * 1024 * 1024
@@ -225,8 +225,8 @@ class VllmServer:
         """Take no new requests, end those that run, and empty the caches.
 
         With "wait", the default, the call lasts until the last running request has ended. On
-        `TimedOut` the server takes no new requests already: call again, or with "abort".
-        "keep" makes answers of two versions: see the top.
+        `TimedOut` the server takes no new requests already: call again, or with "abort". vLLM's
+        "keep" is not to be had: it makes answers of two versions, see the top.
         """
         await self._call("POST", f"/pause?mode={mode}", says={"status": "paused"})
 
