@@ -197,8 +197,9 @@ def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(
 ) -> None:
     """Any bytes at all may have changed, the length of the header too; or only the JSON has, and
     its length is right, so that all of it is looked at."""
-    raw = _mutate(GOOD, mutations)
-    if what != "file":
+    if what == "file":
+        raw = _mutate(GOOD, mutations)
+    else:
         length = int.from_bytes(GOOD[:8], "little")
         text = _mutate(GOOD[8 : 8 + length].rstrip(), mutations)
         text = text.ljust(length) if what == "padded header" else text
