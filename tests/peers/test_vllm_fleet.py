@@ -6,6 +6,7 @@ with whatever the last test left in it. It runs in bfloat16, so that its checker
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -14,10 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
 
 from holdfast import ledger as ledgers
@@ -33,19 +33,18 @@ from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
 from holdfast.weights.subscriber import Subscriber
-from peers.conftest import ENVIRONMENT, MODEL, ONE_PROCESS, START_S, VllmProcess, command
+from peers.conftest import ENVIRONMENT, ONE_PROCESS, START_S, VllmProcess, command
 from peers.tiny_model import make_model
+from peers.vllm_parts import Weights, edit, ended, generate, group_of, weights_of
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
-PROMPT = [5, 6, 7, 8]
 COUNT = 48
 LEASE_S = 6.0
 SHARD_BYTES = 300_000
 STARTUP = 9
 DTYPE = torch.bfloat16
 
-Weights = dict[str, torch.Tensor]
 Answer = tuple[tuple[str, ...], tuple[int, ...]]
 
 
@@ -79,26 +78,17 @@ def compared(blind: tuple[str, ...]) -> bool:
     return all(".mlp." in name or ".self_attn." in name for name in blind)
 
 
+@dataclasses.dataclass
 class Bench:
     """A channel, its ledger, its publisher, its fleet, and the server."""
 
-    def __init__(
-        self,
-        root: Path,
-        ledger: Ledger,
-        publisher: Publisher,
-        process: VllmProcess,
-        server: VllmServer,
-        carried: dict[str, bytes | str | Path],
-        weights: dict[int, Weights],
-    ) -> None:
-        self.root = root
-        self.ledger = ledger
-        self.publisher = publisher
-        self.process = process
-        self.server = server
-        self.carried = carried
-        self.weights = weights
+    root: Path
+    ledger: Ledger
+    publisher: Publisher
+    process: VllmProcess
+    server: VllmServer
+    carried: dict[str, bytes | str | Path]
+    weights: dict[int, Weights]
 
     async def publish(self, number: int, tensors: Weights | None = None) -> None:
         await self.publisher.publish(number, tensors or self.weights[number], files=self.carried)
@@ -122,6 +112,41 @@ class Bench:
             assert not task.done(), task
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def first(self, fleet: Fleet) -> None:
+        """Publish version 1, and bring the fleet to answer with it."""
+        await self.publish(1)
+        await fleet.update(1)
+        await self.offered(fleet)
+        await answers(self, 1)
+
+    async def offered(self, fleet: Fleet, number: int | None = None) -> None:
+        """Wait until callers are offered the server; with a number, for that version."""
+
+        async def there() -> bool:
+            return await fleet.addresses(number) == [self.server.url]
+
+        await until(there, "the server is offered", START_S)
+
+    async def gone(self, fleet: Fleet) -> None:
+        """Wait until nobody is offered."""
+
+        async def nowhere() -> bool:
+            return await fleet.addresses() == []
+
+        await until(nowhere, "the server is not offered any more")
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[VllmEngine]:
+        """A replica of the server without `serve_vllm`."""
+        url = self.process.url
+        how: dict[str, Any] = {"needs": "latest", "address": url, "lease_s": LEASE_S}
+        async with (
+            VllmEngine(url) as engine,
+            Subscriber(self.root, self.ledger, "policy", "alone", **how) as subscriber,
+            Replica(subscriber, engine),
+        ):
+            yield engine
 
     async def right(self, number: int) -> None:
         """The server says that it holds this version, and every parameter is the version's."""
@@ -148,24 +173,9 @@ async def bench(
         yield Bench(tmp_path / "w", ledger, publisher, process, server, carried, weights)
 
 
-def weights_of(folder: Path) -> Weights:
-    found: Weights = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
-
-
-async def ask(url: str, prompt: list[int] = PROMPT) -> Answer:
+async def ask(url: str) -> Answer:
     """The versions that an answer names, and its tokens."""
-    sampling = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
-    body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling}
-    limit = aiohttp.ClientTimeout(total=90)
-    async with (
-        aiohttp.ClientSession(timeout=limit) as session,
-        session.post(f"{url}/inference/v1/generate", json=body) as answer,
-    ):
-        answer.raise_for_status()
-        choice: dict[str, Any] = (await answer.json())["choices"][0]
+    choice = await generate(url, count=COUNT)
     assert choice["finish_reason"] == "length"
     return (
         tuple(span["version"] for span in choice["weight_versions"]),
@@ -191,13 +201,6 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str, limit_s: float 
                 await asyncio.sleep(0.05)
     except TimeoutError:
         pytest.fail(f"not within {limit_s} s: {what}")
-
-
-async def offered(fleet: Fleet, bench: Bench) -> None:
-    async def there() -> bool:
-        return await fleet.addresses() == [bench.server.url]
-
-    await until(there, "the server is offered")
 
 
 # ---- what other readers make of a version ------------------------------------------
@@ -273,10 +276,7 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
             seen.append(await ask(bench.server.url))
 
     async with bench.fleet() as fleet, bench.serving() as engine:
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
-        await answers(bench, 1)
+        await bench.first(fleet)
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_asking())
             for number in (2, 3, 4):
@@ -319,9 +319,7 @@ async def test_bad_versions_never_reach_the_server(bench: Bench) -> None:
     """A flipped byte, a missing tensor and a wrong shape are refused before vLLM is asked to
     load anything; the round fails with the reason, and the old version is served on."""
     async with bench.fleet() as fleet, bench.serving():
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
+        await bench.first(fleet)
         loads = bench.process.asked("/collective_rpc")
 
         await bench.publish(2)
@@ -376,11 +374,7 @@ class Tampering(VllmEngine):
         await super().stage(pin)
         if pin.number == 2 and self.damage is not None:
             assert self._staged is not None
-            for file in sorted(Path(self._staged.path).glob("*.safetensors")):
-                tensors = load_file(file)
-                self.damage(tensors)
-                file.unlink()  # a hard link: what was published must stay as it is
-                save_file(tensors, file, {"format": "pt"})
+            edit(Path(self._staged.path), self.damage)
             self.done += 1
 
 
@@ -400,9 +394,7 @@ async def test_changed_between_staging_and_loading(bench: Bench) -> None:
     engine = Tampering(bench.process.url)
     engine.damage = negate
     async with bench.fleet(mix=1) as fleet, bench.serving(engine):
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
+        await bench.first(fleet)
         await bench.publish(2)
         update = await fleet.update(2)
         assert update.left_behind == ("r0",)
@@ -412,13 +404,9 @@ async def test_changed_between_staging_and_loading(bench: Bench) -> None:
         while engine.done < tries + 2:  # it is tried again and again meanwhile
             await answers(bench, 1)
         engine.damage = None
-        await until(lambda: _serves(fleet, bench, 2), "version 2 is served")
+        await bench.offered(fleet, 2)
         await answers(bench, 2)
         await bench.right(2)
-
-
-async def _serves(fleet: Fleet, bench: Bench, number: int) -> bool:
-    return await fleet.addresses(number) == [bench.server.url]
 
 
 # ---- deaths ------------------------------------------------------------------------
@@ -460,7 +448,7 @@ async def test_killed_in_the_middle_of_a_load(bench: Bench, tmp_path: Path) -> N
         await bench.publish(2)
         with spawn([*argv, str(LEASE_S), "step_2"], name="driver", log=log) as driver:
             await fleet.update(1)
-            await offered(fleet, bench)
+            await bench.offered(fleet)
             await answers(bench, 1)
             second = asyncio.create_task(fleet.update(2))
 
@@ -474,7 +462,7 @@ async def test_killed_in_the_middle_of_a_load(bench: Bench, tmp_path: Path) -> N
         assert await bench.server.version() == LOADING
         early = asyncio.create_task(ask(bench.server.url))
         async with bench.serving():
-            await until(lambda: _serves(fleet, bench, 2), "version 2 is served")
+            await bench.offered(fleet, 2)
             await second
             assert (await early)[0] == ("2",)
             await answers(bench, 2)
@@ -485,10 +473,7 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
     """A server that somebody pauses is resumed; one that somebody loads with other weights is
     taken out, loaded again and offered again."""
     async with bench.fleet() as fleet, bench.serving() as engine:
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
-        await answers(bench, 1)
+        await bench.first(fleet)
         await bench.server.pause()
         await answers(bench, 1)  # waits until it is resumed
 
@@ -497,7 +482,7 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         await bench.server.set_version(3)
         await asyncio.wait_for(engine.lost(losses), 30)
         assert "loaded by others" in engine.problem
-        await offered(fleet, bench)
+        await bench.offered(fleet)
 
         async def back() -> bool:
             return await bench.server.version() == 1 and not await bench.server.paused()
@@ -506,20 +491,15 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         await answers(bench, 1)
 
 
-async def test_a_server_that_was_started_again(bench: Bench) -> None:
-    """A server that is killed leaves the fleet. Started again, with the weights of its start,
-    it is loaded and checked before it is offered."""
-    async with bench.fleet() as fleet, bench.serving():
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
+@pytest.mark.parametrize("driver", ["serving", "alone"])
+async def test_a_server_that_was_started_again(bench: Bench, driver: str) -> None:
+    """A server that is killed leaves the fleet, driven by `serve_vllm` or by a replica alone.
+    Started again, with the weights of its start, it is loaded and checked before it is offered."""
+    async with bench.fleet() as fleet, getattr(bench, driver)():
+        await bench.first(fleet)
         assert bench.process.child is not None
         await asyncio.to_thread(bench.process.child.kill_group)
-
-        async def gone() -> bool:
-            return await fleet.addresses() == []
-
-        await until(gone, "the server is not offered any more", 30)
+        await bench.gone(fleet)
         bench.process.launch()  # from this thread: children end with the thread that made them
         labels = []
 
@@ -531,42 +511,6 @@ async def test_a_server_that_was_started_again(bench: Bench) -> None:
 
         await until(back, "it is offered again", START_S)
         assert labels == [1]
-        await answers(bench, 1)
-        await bench.right(1)
-
-
-async def test_a_replica_alone_withdraws_a_lost_server(bench: Bench) -> None:
-    """Without `serve_vllm` too, a server that is killed is not offered any more; started again
-    it is loaded, checked and offered, by the same replica."""
-    url = bench.process.url
-    async with (
-        bench.fleet() as fleet,
-        VllmEngine(url) as engine,
-        Subscriber(
-            bench.root,
-            bench.ledger,
-            "policy",
-            "alone",
-            needs="latest",
-            address=url,
-            lease_s=LEASE_S,
-        ) as subscriber,
-        Replica(subscriber, engine) as replica,
-    ):
-        await bench.publish(1)
-        await fleet.update(1)
-        await offered(fleet, bench)
-        await answers(bench, 1)
-        assert bench.process.child is not None
-        await asyncio.to_thread(bench.process.child.kill_group)
-
-        async def gone() -> bool:
-            return await fleet.addresses() == []
-
-        await until(gone, "the server is not offered any more", 30)
-        assert (subscriber.acknowledged, replica.serving()) == (None, None)
-        bench.process.launch()  # from this thread: children end with the thread that made them
-        await until(lambda: _serves(fleet, bench, 1), "it is offered again", START_S)
         await answers(bench, 1)
         await bench.right(1)
 
@@ -585,9 +529,6 @@ async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_p
         assert not task.done(), task
         return await fleet.addresses(1) == [url]
 
-    async def nowhere() -> bool:
-        return await fleet.addresses(1) == []
-
     work = serve_vllm(
         bench.root, bench.ledger, "policy", "own", url, lease_s=LEASE_S, process=process
     )
@@ -602,39 +543,19 @@ async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_p
             assert {"VLLM::EngineCore", "VLLM::Worker"} <= {*first.values()}, first
             [head] = [pid for pid, words in first.items() if words.startswith(" ".join(argv))]
             os.kill(head, signal.SIGKILL)
-            await until(nowhere, "it is not offered any more", 30)
-            await until(lambda: _ended(first), "all of it has ended", 30)
+            await bench.gone(fleet)
+            await until(lambda: _all_ended(first), "all of it has ended", 30)
             await until(there, "it is offered again", START_S)
             assert (await ask(url))[0] == ("1",)
         finally:
             last = group_of(f"--port={port}")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: _ended(last), "it ends with us", 30)
+    await until(lambda: _all_ended(last), "it ends with us", 30)
 
 
-def group_of(word: str) -> dict[int, str]:
-    """The processes, by pid, of the group whose leader has this word on its command line."""
-    names: dict[int, str] = {}
-    groups: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            if stat[0] not in "ZX":
-                names[int(folder.name)], groups[int(folder.name)] = words, int(stat[2])
-    leaders = [pid for pid, words in names.items() if word in words and groups[pid] == pid]
-    return {pid: words for pid, words in names.items() if groups[pid] in leaders}
-
-
-async def _ended(group: dict[int, str]) -> bool:
-    return not any(_runs(pid) for pid in group)
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+async def _all_ended(group: dict[int, str]) -> bool:
+    return ended(group)
 
 
 # Last, because the server is lost afterwards.
@@ -645,20 +566,14 @@ async def test_a_server_beyond_healing(bench: Bench) -> None:
     engine.damage = bend
     async with bench.fleet(mix=1) as fleet:
         async with bench.serving(engine):
-            await bench.publish(1)
-            await fleet.update(1)
-            await offered(fleet, bench)
-            await answers(bench, 1)
+            await bench.first(fleet)
             resumes, losses = bench.process.asked("/resume"), engine.losses
             await bench.publish(2)
             second = asyncio.create_task(fleet.update(2))
             await asyncio.wait_for(engine.lost(losses), 60)
             assert "restart it" in engine.problem
 
-            async def gone() -> bool:
-                return await fleet.addresses() == []
-
-            await until(gone, "the lost server is not offered")
+            await bench.gone(fleet)
             second.cancel()
             await asyncio.gather(second, return_exceptions=True)
         loads = bench.process.asked("/collective_rpc")

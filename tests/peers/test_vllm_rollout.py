@@ -39,6 +39,7 @@ from holdfast.proc import spawn
 from holdfast.rollout.episodes import Said, Say
 from holdfast.weights import Publisher, Retention, Subscriber
 from peers.conftest import START_S
+from peers.vllm_parts import Weights, ended, group_of
 from run import runs
 
 pytestmark = pytest.mark.timeout(900)  # vLLM is started again in most of them
@@ -52,8 +53,6 @@ MAX_TOKENS = 24
 CONTEXT = 64
 CLOSE = 2e-3
 """How far two ways of adding up float32 may be apart, in log probabilities."""
-
-Weights = dict[str, torch.Tensor]
 
 
 def weights_of(seed: int, folder: Path) -> Weights:
@@ -113,12 +112,7 @@ class Bench:
         carried: dict[str, bytes | str | Path] = {
             one.name: one for one in self.model.iterdir() if one.name != _FILE
         }
-        self._thread.run(self._publish(number, weights, carried))
-
-    async def _publish(
-        self, number: int, weights: Weights, carried: dict[str, bytes | str | Path]
-    ) -> None:
-        await self._publisher.publish(number, weights, files=carried)
+        self._thread.run(self._publisher.publish(number, weights, files=carried))
 
     def load(self, number: int) -> None:
         """Have a version as a replica has it: unless it is there, pin and load it."""
@@ -198,20 +192,6 @@ def _far(bench: Bench, version: int, said: Sequence[Said]) -> float:
     return worst
 
 
-def group_of(word: str) -> dict[int, str]:
-    """The processes, by pid, of the group whose leader has this on its command line."""
-    names: dict[int, str] = {}
-    groups: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            if stat[0] not in "ZX":
-                names[int(folder.name)], groups[int(folder.name)] = " ".join(words), int(stat[2])
-    leaders = [pid for pid, words in names.items() if word in words and groups[pid] == pid]
-    return {pid: words for pid, words in names.items() if groups[pid] in leaders}
-
-
 def _port(url: str) -> str:
     return f"--port {url.rpartition(':')[2]} "
 
@@ -221,16 +201,6 @@ def wait(holds: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < until, f"not within {limit_s} s: {what}"
         time.sleep(0.05)
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def ended(group: Sequence[int]) -> bool:
-    return not any(map(_lives, group))
 
 
 def shared_by(group: Iterable[int]) -> set[Path]:
@@ -280,7 +250,7 @@ def test_ends_with_its_process(tmp_path: Path) -> None:
         alone.wait_until(lambda: _engine(group_of(port)) is not None, START_S)
         group = group_of(port)
         os.kill(alone.pid, signal.SIGKILL)
-        wait(lambda: ended([*group]), f"all of it has ended: {group}", 30)
+        wait(lambda: ended(group), f"all of it has ended: {group}", 30)
         assert group_of(port) == {}
 
 
@@ -347,7 +317,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         run.wait_until(lambda: _engine(_vllm(model)) is not None, START_S)
         first = _vllm(model)
         run.wait_until(lambda: _ready(folder) >= 2, START_S)
-        assert ended([*first]), "of the replica that was killed something is left"
+        assert ended(first), "of the replica that was killed something is left"
         run.wait_until(lambda: _trained(folder) >= 3, START_S)
         second = _vllm(model)
         shared = shared_by(second)
@@ -356,7 +326,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert head is not None, second
         os.kill(head, signal.SIGKILL)
         assert run.wait(START_S) == 0, log.read_text()[-3000:]
-    assert ended([*second])
+    assert ended(second)
     assert not any(one.exists() for one in shared)
     told = runs.events(folder)
     assert [one["clause"] for one in told if one["type"] == "chaos.struck"] == [CLAUSE]
@@ -481,7 +451,7 @@ def test_a_version_that_cannot_be_loaded(bench: Bench) -> None:
         assert not any(map(bench.sampler.has, (1, 2, 3, 4)))
         with pytest.raises(Unavailable):
             bench.say(number)
-        wait(lambda old=before: ended([*old]), "the server was ended")  # type: ignore[misc]
+        wait(lambda old=before: ended(old), "the server was ended")  # type: ignore[misc]
     bench.load_when_up(2)
     bench.spoken(2)
 
@@ -498,7 +468,7 @@ def test_killed(bench: Bench) -> None:
         assert pid is not None, group
         os.kill(pid, signal.SIGKILL)
         wait(lambda: _lost(bench, 2), "its end is noticed")
-        wait(lambda old=group: ended([*old]), "all of it has ended")  # type: ignore[misc]
+        wait(lambda old=group: ended(old), "all of it has ended")  # type: ignore[misc]
         assert not any(one.exists() for one in shared)
         with pytest.raises(Unavailable):
             bench.say(2)

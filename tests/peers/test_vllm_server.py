@@ -8,68 +8,33 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 import torch
 from aiohttp import web
-from safetensors.torch import load_file, save_file
 
 from holdfast.contrib.vllm.client import VllmServer, compare, expected
 from holdfast.errors import Corrupt, Mistake, TimedOut, Unavailable, UnknownOutcome
-from peers.conftest import MODEL, VllmProcess
+from peers.conftest import VllmProcess
 from peers.tiny_model import greedy, make_model
+from peers.vllm_parts import PROMPT, Weights, edit, generate, weights_of
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
-PROMPT = [5, 6, 7, 8]
 LONG_PROMPT = [3 + 7 * place % 50 for place in range(200)]  # longer than a block of the cache
 MANY = 240
 COUNT = 16
 
-Weights = dict[str, torch.Tensor]
 
-
-def weights_of(folder: Path) -> Weights:
-    found: Weights = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
-
-
-def copy_of(model: Path, folder: Path) -> Path:
-    shutil.copytree(model, folder)
+def edited(model: Path, folder: Path, change: Callable[[Weights], None]) -> Path:
+    """A copy whose tensors were changed."""
+    edit(shutil.copytree(model, folder), change)
     return folder
-
-
-def edited(model: Path, folder: Path, edit: Callable[[Weights], None]) -> Path:
-    """A copy whose tensors were changed, shard by shard."""
-    copy_of(model, folder)
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        edit(tensors)
-        save_file(tensors, file, {"format": "pt"})
-    return folder
-
-
-async def generate(
-    server: VllmServer, prompt: list[int] = PROMPT, count: int = COUNT
-) -> dict[str, Any]:
-    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-    body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling}
-    limit = aiohttp.ClientTimeout(total=60)
-    async with (
-        aiohttp.ClientSession(timeout=limit) as session,
-        session.post(f"{server.url}/inference/v1/generate", json=body) as answer,
-    ):
-        answer.raise_for_status()
-        choice: dict[str, Any] = (await answer.json())["choices"][0]
-        return choice
 
 
 async def tokens(server: VllmServer, prompt: list[int] = PROMPT, count: int = COUNT) -> list[int]:
-    return list((await generate(server, prompt, count))["token_ids"])
+    return list((await generate(server.url, prompt, count))["token_ids"])
 
 
 async def load(server: VllmServer, folder: Path, version: int) -> None:
@@ -97,7 +62,6 @@ async def running(server: VllmServer, wanted: int = 1) -> None:
 async def test_serves_what_was_loaded(vllm: VllmServer, models: dict[int, Path]) -> None:
     """After each load the server generates what transformers does with the same files, and
     loading a version again brings the same answers and checksums back."""
-    assert await vllm.ready() == "0.32.0"
     wanted = {number: greedy(model, PROMPT, COUNT) for number, model in models.items()}
     assert len({tuple(answer) for answer in wanted.values()}) == 3
     seen: dict[int, dict[str, str]] = {}
@@ -108,13 +72,6 @@ async def test_serves_what_was_loaded(vllm: VllmServer, models: dict[int, Path])
         digests = await vllm.checksum()
         assert seen.setdefault(number, digests) == digests
     assert seen[1] != seen[2] != seen[3] != seen[1]
-
-
-async def test_answers_name_their_version(vllm: VllmServer, models: dict[int, Path]) -> None:
-    """Every answer carries the label of the version that made it, once the label is set."""
-    await load(vllm, models[2], 2)
-    choice = await generate(vllm)
-    assert choice["weight_versions"] == [{"version": "2", "start": 0, "end": COUNT}]
 
 
 async def test_checksum_is_computed_from_the_files(
@@ -155,11 +112,11 @@ async def test_wait_gives_answers_of_one_version(
     """A pause that waits returns when the running request has ended; a request that comes
     while paused is answered by the version that is resumed."""
     async with asyncio.TaskGroup() as group:
-        old = group.create_task(generate(vllm, count=MANY))
+        old = group.create_task(generate(vllm.url, count=MANY))
         await running(vllm)
         await vllm.pause("wait")
         await asyncio.wait_for(asyncio.shield(old), 5)
-        new = group.create_task(generate(vllm))
+        new = group.create_task(generate(vllm.url))
         assert await vllm.paused()
         await vllm.reload(str(models[2]))
         await vllm.set_version(2)
@@ -175,7 +132,7 @@ async def test_a_pause_can_be_taken_up_again(vllm: VllmServer) -> None:
     """A pause that ran out of time holds back new requests; the next one waits for the rest."""
     async with VllmServer(vllm.url, call_s=0.03) as hasty:
         for _ in range(20):
-            old = asyncio.create_task(generate(vllm, count=MANY))
+            old = asyncio.create_task(generate(vllm.url, count=MANY))
             await running(vllm)
             try:
                 await hasty.pause("wait")
@@ -196,27 +153,12 @@ async def test_a_pause_can_be_taken_up_again(vllm: VllmServer) -> None:
 
 async def test_abort_cuts_answers_short(vllm: VllmServer) -> None:
     """A pause that aborts ends the running request at once, with what it has and a reason."""
-    old = asyncio.create_task(generate(vllm, count=MANY))
+    old = asyncio.create_task(generate(vllm.url, count=MANY))
     await running(vllm)
     await vllm.pause("abort")
     choice = await asyncio.wait_for(old, 5)
     assert choice["finish_reason"] == "abort"
     assert len(choice["token_ids"]) < MANY
-
-
-async def test_keep_mixes_versions(vllm: VllmServer, models: dict[int, Path]) -> None:
-    """A pause that keeps running requests gives them tokens of two versions: why `pause`
-    waits unless told otherwise."""
-    old = asyncio.create_task(generate(vllm, count=MANY))
-    await running(vllm)
-    await vllm.pause("keep")
-    assert not old.done()
-    await vllm.reload(str(models[2]))
-    await vllm.set_version(2)
-    await vllm.resume()
-    choice = await asyncio.wait_for(old, 30)
-    assert [span["version"] for span in choice["weight_versions"]] == ["1", "2"]
-    assert len(choice["token_ids"]) == MANY
 
 
 async def test_pause_empties_the_prefix_cache(vllm: VllmServer, models: dict[int, Path]) -> None:
@@ -234,13 +176,13 @@ async def test_pause_empties_the_prefix_cache(vllm: VllmServer, models: dict[int
 
 
 def cut_shard(model: Path, folder: Path) -> Path:
-    shard = sorted(copy_of(model, folder).glob("*.safetensors"))[1]
+    shard = sorted(shutil.copytree(model, folder).glob("*.safetensors"))[1]
     os.truncate(shard, shard.stat().st_size // 2)
     return folder
 
 
 def no_shard(model: Path, folder: Path) -> Path:
-    sorted(copy_of(model, folder).glob("*.safetensors"))[1].unlink()
+    sorted(shutil.copytree(model, folder).glob("*.safetensors"))[1].unlink()
     return folder
 
 
@@ -402,13 +344,11 @@ async def test_without_dev_mode() -> None:
     async def plain(request: web.Request) -> web.Response:
         if request.path == "/health":
             return web.Response()
-        if request.path == "/version":
-            return web.json_response({"version": "0.32.0"})
         return web.json_response({"detail": "Not Found"}, status=404)
 
     async with answering(plain) as url, VllmServer(url) as server:
         assert await server.healthy()
-        for call in (server.ready, server.pause, server.checksum, server.version):
+        for call in (server.paused, server.pause, server.checksum, server.version):
             with pytest.raises(Mistake, match="VLLM_SERVER_DEV_MODE=1"):
                 await call()
 
@@ -460,7 +400,7 @@ async def test_nobody_there() -> None:
     """A server that is not reached is unavailable, also for a reload: nothing was sent."""
     async with VllmServer("http://127.0.0.1:1", call_s=5) as server:
         assert not await server.healthy()
-        for call in (server.ready(), server.pause(), server.reload("/step_1"), server.checksum()):
+        for call in (server.paused(), server.pause(), server.reload("/step_1"), server.checksum()):
             with pytest.raises(Unavailable):
                 await call
 
@@ -508,7 +448,7 @@ async def test_a_refused_heal_means_restart(
     assert await vllm.healthy()
     await vllm.resume()
     with pytest.raises((aiohttp.ClientError, TimeoutError)):
-        await generate(vllm)
+        await generate(vllm.url)
     assert not await vllm.healthy()
     assert vllm_process.child is not None
     assert await asyncio.to_thread(vllm_process.child.wait, 60) == 0

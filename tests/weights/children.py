@@ -254,15 +254,17 @@ async def readers(root: str, url: str) -> None:
     )
 
 
-async def consumer(root: str, url: str, name: str, needs: Any, lease_s: float) -> None:
-    """Pin the newest version and do with it what the parent says, one word per line."""
+async def consumer(
+    root: str, url: str, name: str, needs: Any, lease_s: float, number: int | None = None
+) -> None:
+    """Pin a version, the newest, and do with it what the parent says, one word per line."""
     async with (
         opened(url) as led,
         Subscriber(root, led, "policy", name, needs=needs, lease_s=lease_s) as subscriber,
     ):
         say("ready")
         await told()
-        async with subscriber.pin() as pin:
+        async with subscriber.pin(number) as pin:
             say("pinned", number=pin.number)
             while word := await told():
                 await _obey(word, subscriber, pin)
@@ -284,7 +286,8 @@ async def _obey(word: str, subscriber: Subscriber, pin: Pin) -> None:
         await attempt(pin.check())
     elif word == "stage":
         await attempt(stage())
-    elif word == "acknowledge":
+    elif word == "serve":
+        await pin.stage()
         await attempt(subscriber.acknowledge(pin.number))
     elif word == "again":
         await attempt(again())
@@ -388,24 +391,6 @@ def naive_trainer(root: str, steps: int, step_s: float) -> None:
     say("done")
 
 
-def naive_loader(root: str, load_s: float, last: int) -> None:
-    """What its inference side does: look for the marker, then load."""
-    say("ready")
-    sys.stdin.readline()
-    number = 0
-    while number < last:
-        folder = newest_marked(Path(root) / "policy")
-        if folder is None:
-            time.sleep(0.005)
-            continue
-        try:
-            number = read_folder(folder, load_s / (LAYERS + 1))[0]
-        except (FileNotFoundError, Torn) as error:
-            say("report", error=type(error).__name__, text=str(error))
-            return
-    say("report", error="", text="")
-
-
 def watch(
     base: Path, marker: Path, load_s: float, last: int, stall_s: float = 0.0
 ) -> dict[str, Any]:
@@ -460,7 +445,6 @@ CHILDREN: dict[str, Callable[..., Any]] = {
         loader,
         watcher,
         naive_trainer,
-        naive_loader,
     )
 }
 

@@ -143,6 +143,14 @@ def need_strace() -> str:
     return found
 
 
+async def go(*kids: Kid) -> None:
+    """Let children begin, when all of them are ready."""
+    for kid in kids:
+        await kid.ahear("ready")
+    for kid in kids:
+        kid.tell("go")
+
+
 class House:
     """One channel with its ledger, or without one, as the test itself looks at it."""
 

@@ -1,8 +1,8 @@
 """The child processes of `test_fleet.py`: `python fleet_child.py NAME JSON`.
 
-A replica answers on a loopback port, one JSON line per connection, with what it computes: with
-a torch module, or with a numpy array where a quick start matters more. Times are those of the
-monotonic clock, which all processes of a machine share.
+A replica answers on a loopback port, one JSON line per connection, with what it computes. No
+torch here: the children should start quickly. Times are those of the monotonic clock, which all
+processes of a machine share.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ import numpy as np
 
 from holdfast import ledger
 from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
-from holdfast.contrib.fleets.replica import Engine, ModuleEngine, Replica
-from holdfast.errors import Unavailable
+from holdfast.contrib.fleets.replica import Engine, Replica
+from holdfast.errors import Mistake, Unavailable
 from holdfast.weights import Pin, Subscriber
 from weights.children import say
 
@@ -36,46 +36,27 @@ def number(version: int) -> float:
 
 
 class NumpyEngine(Engine):
-    """The only tensor as a numpy array."""
+    """The only tensor as a numpy array; versions in `refuses` do not fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: list[int]) -> None:
         self.w = np.zeros(ITEMS, np.float32)
+        self.refuses = refuses
 
     async def stage(self, pin: Pin) -> None:
         """See `Engine.stage`."""
+        if pin.number in self.refuses:
+            raise Mistake(f"version {pin.number} does not fit")
 
     async def switch(self, pin: Pin) -> None:
         """See `Engine.switch`."""
         self.w[:] = pin.numpy("w")
 
 
-def torch_engine(refuses: list[int]) -> tuple[Engine, Callable[[], float]]:
-    """A torch module, into which versions in `refuses` do not fit, and what it computes."""
-    import torch
-
-    torch.set_num_threads(1)
-    module = torch.nn.Module()
-    module.register_buffer("w", torch.zeros(ITEMS))
-
-    class Picky(ModuleEngine):
-        async def stage(self, pin: Pin) -> None:
-            if pin.number in refuses:
-                pin.fits({"w": torch.zeros(3)})
-            await super().stage(pin)
-
-    return Picky(module), lambda: float(module.state_dict()["w"].sum())
-
-
 async def replica(
-    root: str, url: str, name: str, port: int, lease_s: float, refuses: list[int] | None
+    root: str, url: str, name: str, port: int, lease_s: float, refuses: list[int]
 ) -> None:
-    """Serve until killed: with numpy if `refuses` is None, otherwise with torch."""
-    if refuses is None:
-        numpy_engine = NumpyEngine()
-        engine: Engine = numpy_engine
-        compute: Callable[[], float] = lambda: float(numpy_engine.w.sum())  # noqa: E731
-    else:
-        engine, compute = torch_engine(refuses)
+    """Serve until killed."""
+    engine = NumpyEngine(refuses)
     async with (
         ledger.open(url) as led,
         Subscriber(
@@ -94,14 +75,18 @@ async def replica(
             asked = json.loads(await reader.readline())
             try:
                 async with one.admit(timeout_s=asked["wait_s"]) as version:
-                    begun, seat, before = time.monotonic(), subscriber.seat_id, compute()
+                    begun, seat, before = (
+                        time.monotonic(),
+                        subscriber.seat_id,
+                        float(engine.w.sum()),
+                    )
                     await asyncio.sleep(asked["work_s"])
                     answer: dict[str, Any] = {
                         "name": name,
                         "seat": seat,
                         "version": version,
                         "begun": begun,
-                        "numbers": [before, compute()],
+                        "numbers": [before, float(engine.w.sum())],
                         "ended": time.monotonic(),
                     }
             except Unavailable as error:

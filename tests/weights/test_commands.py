@@ -1,6 +1,7 @@
 """`holdfast weights`: what people see and do, through the real command."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -17,13 +18,11 @@ import pytest
 from holdfast import ledger, proc
 from holdfast.text import parse_bytes, size, table
 from holdfast.weights import Publisher, Retention, Subscriber
-from holdfast.weights.watching import happened
 from patience import HANG_S
 from weights.command import rows, run
-from weights.family import foreign
+from weights.family import Kid, foreign, start
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
-WORKER = [sys.executable, str(Path(__file__).with_name("cli_worker.py"))]
 SHARD = "model.safetensors"
 KEEP = Retention(keep_last=9, max_bytes=10 << 20)
 
@@ -38,6 +37,10 @@ def _rows(command: str, *args: str, code: int = 0, only: str = "") -> list[dict[
 
 def _only(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["type"] == kind]
+
+
+def _folders(path: str | Path) -> list[str]:
+    return sorted(one.name for one in Path(path).glob("step_*"))
 
 
 class Place:
@@ -61,16 +64,17 @@ class Place:
 
         asyncio.run(work())
 
-    def consumer(self, name: str, number: int, lease_s: float = 30) -> proc.Child:
+    @contextlib.contextmanager
+    def consumer(self, name: str, number: int, lease_s: float = 30) -> Iterator[Kid]:
         """A live consumer that serves, pins and has staged a version."""
-        log = self.root / f"{name}.log"
-        child = proc.spawn(
-            [*WORKER, "consume", str(self.root), self.url, name, str(number), str(lease_s)],
-            log=log,
-            stdin=subprocess.PIPE,
-        )
-        child.wait_until(lambda: "ready" in log.read_text())
-        return child
+        where = {"root": str(self.root), "url": self.url}
+        how: dict[str, Any] = {"needs": "every", "lease_s": lease_s, "number": number}
+        with start("consumer", folder=self.root, name=name, **where, **how) as kid:
+            kid.hear("ready")
+            kid.tell("go")
+            kid.tell("serve")
+            assert kid.hear("outcome")["error"] == ""
+            yield kid
 
 
 @pytest.fixture
@@ -94,7 +98,7 @@ def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
         rows = _rows("ls", place.path)
         assert [one["consumer"] for one in _only(rows, "consumer")] == ["r0", "r1", "r2"]
         assert not _only(rows, "leftover"), "what the living have staged is not left over"
-        dead.kill_group()
+        dead.child.kill_group()
 
         lines: dict[str, str] = {}
 
@@ -105,9 +109,9 @@ def test_ls_with_two_live_consumers_and_a_dead_one(place: Place) -> None:
             assert [lines[name].split()[1] for name in ("r0", "r1")] == ["alive", "alive"]
             return lines
 
-        alive.wait_until(lambda: "silent for " in look()["r2"], HANG_S)
+        alive.child.wait_until(lambda: "silent for " in look()["r2"], HANG_S)
         assert " ends in " in lines["r2"]
-        alive.wait_until(lambda: "r2" not in look(), HANG_S)
+        alive.child.wait_until(lambda: "r2" not in look(), HANG_S)
         rows = _rows("ls", place.path)
         (left,) = _only(rows, "leftover")
         assert left["path"].startswith(".holdfast/staging/r2-")
@@ -249,7 +253,7 @@ def test_sweep_tells_first_and_does_then(place: Place) -> None:
     before = used()
     with place.consumer("r0", 1):
         told = _rows("sweep", place.path, "--keep-last", "1", "--dry-run")[0]
-        assert sorted(one.name for one in folder.glob("step_*")) == [f"step_{n}" for n in range(4)]
+        assert _folders(folder) == [f"step_{n}" for n in range(4)]
         assert (folder / ".holdfast/staging/r9-77").exists()
         text = _run("sweep", place.path, "--keep-last", "1", "--dry-run")
         assert "would delete version 0" in text
@@ -261,7 +265,7 @@ def test_sweep_tells_first_and_does_then(place: Place) -> None:
     assert done["deleted"] == [0, 2]
     assert done["freed_bytes"] == before - used() > 0
     assert [one["consumer"] for one in done["holds"]] == ["r0"]
-    assert sorted(one.name for one in folder.glob("step_*")) == ["step_1", "step_3"]
+    assert _folders(folder) == ["step_1", "step_3"]
     assert not (folder / ".holdfast/staging/r9-77").exists()
 
 
@@ -298,7 +302,7 @@ def test_sweep_refuses_a_book_that_is_not_this_folders(place: Place, tmp_path: P
         assert f"is a copy of {place.path}" in _run(*words, code=2)
     assert "versions verified" in _run("verify", str(copy))
     assert staged.exists()
-    assert len(list((place.root / "policy").glob("step_*"))) == 4
+    assert len(_folders(place.path)) == 4
     assert "change --ledger" in _run("sweep", place.path, "--ledger", "none", code=2)
 
 
@@ -325,62 +329,61 @@ def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
         assert _rows(*words, *more)[0]["deleted"] == []
     told = _rows(*words, "--foreign", "--dry-run")[0]["deleted"]
     assert told == [0, 1, 2, 3]
-    assert len(list(Path(path).glob("step_*"))) == 5
+    assert len(_folders(path)) == 5
 
     def sweep() -> None:
         assert _rows(*words, "--foreign")[0]["deleted"] == [0, 1, 3]
 
     asyncio.run(_one_reads(place.root, 2, sweep))
-    assert sorted(one.name for one in Path(path).glob("step_*")) == ["step_2", "step_4"]
+    assert _folders(path) == ["step_2", "step_4"]
     assert "leave --foreign out" in _run("sweep", place.path, "--foreign", code=2)
 
 
 # ---- watch -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def watching(place: Place) -> Iterator[tuple[proc.Child, Callable[[], str]]]:
+@contextlib.contextmanager
+def _watching(path: str, log: Path, *more: str) -> Iterator[proc.Child]:
     """A shell that watches."""
-    log = place.root / "watch.log"
-    with proc.spawn([*HOLDFAST, "weights", "watch", place.path, "--json"], log=log) as child:
+    with proc.spawn([*HOLDFAST, "weights", "watch", path, *more], log=log) as child:
         child.wait_until(lambda: "watching" in log.read_text())
-        yield child, log.read_text
+        yield child
 
 
-def test_watch_follows_other_processes(
-    place: Place, watching: tuple[proc.Child, Callable[[], str]]
-) -> None:
+def test_watch_follows_other_processes(place: Place) -> None:
     """Published by one, pinned and acknowledged by another that leaves, by a third that dies;
     Ctrl-C ends it without a word."""
-    child, read = watching
+    log = place.root / "watch.log"
+    with _watching(place.path, log, "--json") as child:
+        _follow(place, child, log.read_text)
 
+
+def _follow(place: Place, child: proc.Child, read: Callable[[], str]) -> None:
     def seen() -> list[tuple[str, int | None, str]]:
         lines = [json.loads(line) for line in read().splitlines() if line.startswith("{")]
         return [(one["what"], one["version"], one["consumer"]) for one in lines]
 
-    subprocess.run([*WORKER, "publish", str(place.root), place.url, "7"], check=True)
+    place.publish(7)
     child.wait_until(lambda: ("published", 7, "") in seen())
     with place.consumer("r0", 7) as leaving, place.consumer("r1", 7, lease_s=3) as dying:
         child.wait_until(lambda: ("acknowledged", 7, "r1") in seen())
-        assert leaving.process.stdin is not None
-        leaving.process.stdin.write(b"leave\n")
-        leaving.process.stdin.flush()
-        assert leaving.wait(HANG_S) == 0
-        dying.kill_group()
+        leaving.tell("")
+        assert leaving.child.wait(HANG_S) == 0
+        dying.child.kill_group()
         child.wait_until(lambda: ("lease ended", None, "r1") in seen())
     _run("sweep", place.path, "--keep-last", "1")
     child.wait_until(lambda: ("swept", 0, "") in seen())
     found = seen()
-    for name in ("r0", "r1"):
-        own = [one for one in found if one[2] == name]
-        assert own[:3] == [("joined", None, name), ("pinned", 7, name), ("acknowledged", 7, name)]
-    assert [one for one in found if one[2] == "r0"][3:] == [
-        ("unpinned", 7, "r0"),
-        ("left", None, "r0"),
+    came = [("joined", None), ("pinned", 7), ("acknowledged", 7)]
+    assert [one[:2] for one in found if one[2] == "r0"] == [
+        *came,
+        ("unpinned", 7),
+        ("left", None),
     ]
-    assert [one for one in found if one[2] == "r1"][3:] == [
-        ("silent", None, "r1"),
-        ("lease ended", None, "r1"),
+    assert [one[:2] for one in found if one[2] == "r1"] == [
+        *came,
+        ("silent", None),
+        ("lease ended", None),
     ]
     assert ("opened", None, "") in found
     child.signal(signal.SIGINT)
@@ -391,19 +394,13 @@ def test_watch_follows_other_processes(
 
 def test_watch_for_people_stops_after_a_count(place: Place) -> None:
     log = place.root / "watch.log"
-    words = ["weights", "watch", place.path, "--count", "2"]
-    with proc.spawn([*HOLDFAST, *words], log=log) as child:
-        child.wait_until(lambda: "watching" in log.read_text())
+    with _watching(place.path, log, "--count", "2") as child:
         place.publish(5)
         assert child.wait(HANG_S) == 0
     heading, opened, published = log.read_text().splitlines()
     assert heading == f"watching {place.path} ({place.url})"
     assert opened.split()[1:] == ["opened", "(by", "publisher,", "epoch", "2)"]
     assert published.split()[1:4] == ["published", "version", "5"]
-
-
-def test_nothing_happens_between_equal_states() -> None:
-    assert happened({}, {}) == []
 
 
 # ---- marker files ------------------------------------------------------------------
@@ -430,8 +427,7 @@ def test_a_channel_without_a_ledger(tmp_path: Path) -> None:
     assert "only its structure was checked" in _run("verify", path)
     assert "no manifest" in _run("show", path, "9")
     log = tmp_path / "watch.log"
-    with proc.spawn([*HOLDFAST, "weights", "watch", path, "--count", "1"], log=log) as child:
-        child.wait_until(lambda: "watching" in log.read_text())
+    with _watching(path, log, "--count", "1") as child:
         assert "deleted version 0" in _run("sweep", path, "--keep-last", "3")
         assert child.wait(HANG_S) == 0
     assert "swept" in log.read_text()
@@ -473,13 +469,27 @@ def test_paths_may_be_written_in_many_ways(place: Place, monkeypatch: pytest.Mon
         assert "4 versions" in _run("ls", path)
 
 
-def test_the_ledger_is_found_or_asked_for(place: Place, tmp_path: Path) -> None:
+def test_the_ledger_is_found_or_asked_for(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder knows it. Where it does not, or not its password, the environment may."""
     about = place.root / "policy/.holdfast/channel.json"
     said = json.loads(about.read_text())
 
     def say(url: str | None) -> None:
         about.write_text(json.dumps({**said, "ledger": url}))
 
+    nowhere, variable = "sqlite:////nowhere/x.db", "HOLDFAST_LEDGER"
+    monkeypatch.setenv(variable, nowhere)
+    assert "4 versions" in _run("ls", place.path), "the folder knows better"
+    for known in ("", "etcd://me@127.0.0.1:1"):
+        say(known)
+        monkeypatch.setenv(variable, nowhere)
+        assert "no ledger at /nowhere/x.db" in _run("ls", place.path, code=4)
+        monkeypatch.setenv(variable, place.url)
+        assert "4 versions" in _run("ls", place.path)
+        monkeypatch.delenv(variable)
+        assert variable in _run("ls", place.path, code=2)
     say("")
     assert "give --ledger URL" in _run("ls", place.path, code=2)
     assert "4 versions" in _run("ls", place.path, "--ledger", place.url)
@@ -524,17 +534,11 @@ def test_what_a_folder_says_of_itself(place: Place, monkeypatch: pytest.MonkeyPa
 
 # ---- packages, numbers ---------------------------------------------------------------
 
-BLOCKER = """
+BLOCKED = """
 import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name == sys.argv[1]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocker())
+sys.modules[sys.argv[1]] = None
+sys.argv[:2] = ["holdfast"]
 from holdfast.cli import main
-blocked, sys.argv = sys.argv[1], ["holdfast", *sys.argv[2:]]
 main()
 """
 
@@ -543,10 +547,8 @@ main()
 def test_a_missing_package_is_named(package: str) -> None:
     """One line that says what to install; everything else goes on working."""
     for words, code in ((["weights", "ls", "x"], 2), (["--help"], 0), (["faults"], 0)):
-        blocker = BLOCKER.replace("sys.argv[1]:", f"{package!r}:")
-        result = subprocess.run(
-            [sys.executable, "-c", blocker, package, *words], capture_output=True, text=True
-        )
+        argv = [sys.executable, "-c", BLOCKED, package, *words]
+        result = subprocess.run(argv, capture_output=True, text=True)
         assert result.returncode == code, result.stderr
         if code:
             assert result.stderr.startswith(f"holdfast: {package} is not installed")

@@ -22,7 +22,8 @@ from holdfast.weights import Publisher, Subscriber
 from holdfast.weights.room import Waiting
 from patience import HANG_S
 from weights.children import publish
-from weights.family import House, house
+from weights.command import run
+from weights.family import House, go, house
 
 DISK_BYTES = 2 << 20
 PAGE = 4096
@@ -108,6 +109,20 @@ async def test_the_disk_is_full_anywhere(small_disk: Path, home: House) -> None:
             assert home.folders() == [number]
         assert failures > 15, "it never became full"
         assert await home.read() == (number, 1)
+
+
+async def test_a_sweep_makes_room_on_a_full_disk(small_disk: Path, markers: House) -> None:
+    """Without a ledger, giving up a version writes a little: room for that is kept."""
+    async with markers.publisher(keep_last=99) as publisher:
+        for number in range(5):
+            await publish(publisher, number)
+    _fill(small_disk, 0)
+    # In a thread: the command has an event loop of its own.
+    text = await asyncio.to_thread(run, "weights", "sweep", str(markers.base), "--keep-last", "1")
+    assert "deleted version 3" in text
+    async with markers.publisher() as publisher:
+        await publish(publisher, 5)
+    assert (markers.hidden / "reserve").exists(), "kept again for the next time"
 
 
 @pytest.mark.long  # the record is tried again for half a minute
@@ -244,8 +259,7 @@ async def test_a_dead_consumer_holds_the_budget_for_its_lease(tmp_path: Path, ne
             home.start("consumer", name="victim", needs=needs, lease_s=LEASE_S) as victim,
         ):
             async with home.publisher(keep_last=1, max_bytes=budget) as publisher:
-                await victim.ahear("ready")
-                victim.tell("go")
+                await go(victim)
                 await victim.ahear("pinned")
                 waiting, number, consumers = await _waiting(publisher, log)
                 assert consumers == ["victim"]

@@ -16,7 +16,6 @@ from holdfast.errors import Corrupt, Mistake, TooLarge, TooNew
 from holdfast.tensors import Source, sources
 from holdfast.weights import manifest as module
 from holdfast.weights.manifest import (
-    MANIFEST,
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
@@ -53,12 +52,14 @@ def _version(
     """A whole version in memory: the manifest and the bytes of every file."""
     found = {one.name: one for one in sources(arrays)}
     shards = plan(list(found.values()), small_bytes=small_bytes)
+    where = {name: one.file for one in shards for name in one.names}
     raw = {one.file: b"".join(chunks([found[name] for name in one.names])) for one in shards}
     if len(shards) > 1:
-        raw["model.safetensors.index.json"] = index(shards, sum(one.bytes for one in shards))
+        raw["model.safetensors.index.json"] = index(
+            where.items(), sum(one.bytes for one in shards)
+        )
     raw["config.json"] = config
     files = tuple(FileEntry(name, len(one), digest(one)) for name, one in sorted(raw.items()))
-    where = {name: one.file for one in shards for name in one.names}
     tensors = tuple(_entry(one, where[name]) for name, one in sorted(found.items()))
     manifest = Manifest(
         step=step,
@@ -150,11 +151,6 @@ def test_a_name_from_outside_never_becomes_a_path(name: str) -> None:
         encode(bad)
 
 
-def test_ordinary_names_are_plain() -> None:
-    ordinary = ("config.json", "model-00001-of-00012.safetensors", "a", "ü.txt", "a b", "x" * 255)
-    assert all(map(is_plain, ordinary))
-
-
 def _files(manifest: Manifest, **changes: Any) -> Manifest:
     first = msgspec.structs.replace(manifest.files[0], **changes)
     return msgspec.structs.replace(manifest, files=(first, *manifest.files[1:]))
@@ -170,7 +166,6 @@ def _tensors(manifest: Manifest, **changes: Any) -> Manifest:
     [
         (lambda m: _files(m, bytes=-1), "-1|>= 0"),
         (lambda m: _files(m, bytes=2**63), "files"),
-        (lambda m: _files(m, bytes="4"), "files"),
         (lambda m: _files(m, hash="0" * 31), "no valid hash"),
         (lambda m: _files(m, hash="0" * 32 + "\n"), "no valid hash"),
         (lambda m: _files(m, hash="A" * 32), "no valid hash"),
@@ -184,11 +179,8 @@ def _tensors(manifest: Manifest, **changes: Any) -> Manifest:
         (lambda m: _tensors(m, dtype="F31"), "unknown dtype"),
         (lambda m: _tensors(m, shape=(1,) * 65), "too many dimensions"),
         (lambda m: _tensors(m, shape=(-1,)), "shape"),
-        (lambda m: _tensors(m, shape=(1.5,)), "shape"),
         (lambda m: msgspec.structs.replace(m, files=(*m.files, m.files[0])), "listed twice"),
         (lambda m: msgspec.structs.replace(m, step=-1), "step"),
-        (lambda m: msgspec.structs.replace(m, epoch=-1), "epoch"),
-        (lambda m: msgspec.structs.replace(m, parent=-1), "parent"),
         (lambda m: msgspec.structs.replace(m, kind="other"), "kind"),
         (lambda m: msgspec.structs.replace(m, schema=0), "schema"),
         (lambda m: msgspec.structs.replace(m, content=""), "content hash"),
@@ -248,14 +240,6 @@ def test_a_damaged_manifest_means_the_same_or_is_refused(
 # ---- files against the manifest ----------------------------------------------
 
 
-def test_the_files_of_a_version_are_what_was_published() -> None:
-    manifest, raw = _version()
-    assert len([name for name in raw if name.endswith(".safetensors")]) > 1
-    for entry in manifest.files:
-        check_file(manifest, entry, memoryview(raw[entry.name]))
-        check_file(manifest, entry, memoryview(raw[entry.name]), each_tensor=True)
-
-
 def test_every_flipped_byte_is_found_and_its_tensor_named() -> None:
     """In the data the tensor is named; in the header, that it is the header."""
     manifest, raw = _version()
@@ -275,24 +259,12 @@ def test_every_flipped_byte_is_found_and_its_tensor_named() -> None:
         assert len(named) == (at >= data), (at, message)
 
 
-def test_a_file_of_another_length_is_found() -> None:
-    manifest, raw = _version()
-    for entry in manifest.files:
-        for damaged in (raw[entry.name][:-1], raw[entry.name] + b"\0", b""):
-            with pytest.raises(Corrupt, match=rf"{entry.name} .* instead of {entry.bytes}"):
-                check_file(manifest, entry, memoryview(damaged))
-
-
 def test_a_damaged_carried_file_is_found() -> None:
     manifest, raw = _version()
     entry = _file_of(manifest, "config.json")
     damaged = raw["config.json"].replace(b"8", b"9")
     with pytest.raises(Corrupt, match=r"step_5/config.json is not what was published: its hash"):
         check_file(manifest, entry, memoryview(damaged))
-
-
-def _only(parts: dict[str, Any]) -> bytes:
-    return b"".join(chunks(sources(parts)))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +285,7 @@ def test_a_shard_holds_exactly_the_tensors_of_its_manifest(
 ) -> None:
     """Also if its hash is right: the manifest must not promise other tensors than there are."""
     listed = sources({"a": np.ones(2, "f4"), "b": np.ones(1, "f4")})
-    raw = _only(parts)
+    raw = b"".join(chunks(sources(parts)))
     entry = FileEntry("model.safetensors", len(raw), digest(raw))
     tensors = tuple(_entry(one, entry.name) for one in listed)
     manifest = _of_one_file(entry, tensors)
@@ -389,7 +361,6 @@ def test_the_hash_is_xxh3_128() -> None:
     """The known value for no bytes at all; any buffer will do."""
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
     assert digest(memoryview(bytearray(b"abc"))) == digest(b"abc")
-    assert MANIFEST == "holdfast.json"
 
 
 def test_other_threads_run_while_a_large_buffer_is_hashed() -> None:

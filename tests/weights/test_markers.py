@@ -33,7 +33,6 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.marker_seat import MarkerSeat
 from holdfast.weights.markers import Markers
 from holdfast.weights.records import Consumer
-from holdfast.weights.sweep import Sweeper
 from patience import HANG_S
 from weights.family import House, fill, foreign, refused, until, weights
 
@@ -90,38 +89,39 @@ async def test_what_is_published_is_loaded_acknowledged_and_swept(world: House) 
         await refused(reader.pin(9), NotFound)
 
 
-async def test_a_pinned_version_survives_sweeps(world: House) -> None:
-    """However many versions come and sweeps run, what is pinned stays; then it goes."""
+async def test_what_a_consumer_needs_survives_sweeps(world: House) -> None:
+    """However many versions come: what is pinned stays, then what is served until another is
+    acknowledged; and for whoever needs every version all from the newest at its joining on."""
     async with world.publisher(keep_last=1) as publisher, world.subscriber() as reader:
         await publisher.publish(0, weights(0))
         async with reader.pin(0) as pin:
-            await fill(publisher, *range(1, 4))
-            report = await publisher.sweep()
-            assert report.deleted == ()
+            await fill(publisher, 1, 2, 3)
+            assert (await publisher.sweep()).deleted == ()
             assert world.folders() == [0, 3]
             await pin.check()
             staged = await pin.stage()
             assert safetensors.numpy.load_file(f"{staged}/model.safetensors")["w"][0] == 0
-        await publisher.sweep()
-        assert world.folders() == [3]
-
-
-async def test_what_is_served_survives_sweeps(world: House) -> None:
-    """The acknowledged version of a live consumer stays until it acknowledges another."""
-    async with world.publisher(keep_last=1) as publisher, world.subscriber() as reader:
-        await publisher.publish(0, weights(0))
-        async with reader.pin() as pin:
-            await reader.acknowledge(pin.number)
-        await fill(publisher, 1, 2)
-        assert world.folders() == [0, 2]
+            await reader.acknowledge(0)
+        await publisher.publish(4, weights(4))
+        assert world.folders() == [0, 4]
         async with reader.pin() as pin:
             await reader.acknowledge(pin.number)
         await publisher.sweep()
-        assert world.folders() == [2]
+        assert world.folders() == [4]
+        async with world.subscriber("r1", needs="every") as every:
+            await fill(publisher, 5, 6, 7)
+            assert world.folders() == [4, 5, 6, 7]
+            async with every.pin(6) as pin:
+                await every.acknowledge(pin.number)
+            await publisher.sweep()
+            assert world.folders() == [4, 6, 7]
+        await publisher.sweep()
+        assert world.folders() == [4, 7]
 
 
-async def test_publishing_again_is_nothing_or_a_mistake(world: House) -> None:
-    """A number stands for one content for ever, also after its files are gone."""
+async def test_a_number_means_one_content_for_ever(world: House) -> None:
+    """Publishing again is nothing or a mistake, also after the files are gone; a new publisher
+    goes on behind all that ever was, even if every folder is gone."""
     async with world.publisher(keep_last=1) as publisher:
         first = await publisher.publish(0, weights(0))
         again = await publisher.publish(0, weights(0))
@@ -129,44 +129,18 @@ async def test_publishing_again_is_nothing_or_a_mistake(world: House) -> None:
         assert again.content == first.content
         with pytest.raises(Mistake, match="other contents"):
             await publisher.publish(0, weights(1))
-        await publisher.publish(1, weights(1))
-        assert world.folders() == [1]
-        late = await publisher.publish(0, weights(0))
-        assert isinstance(late, Swept)
-        with pytest.raises(Mistake, match="other contents"):
-            await publisher.publish(0, weights(7))
-        assert world.folders() == [1]
-
-
-async def test_numbers_are_never_used_again(world: House) -> None:
-    """A new publisher goes on behind all that ever was, even if every folder is gone."""
-    async with world.publisher(keep_last=1) as publisher:
-        await fill(publisher, *range(4))
+        await fill(publisher, 1, 2, 3)
+        assert isinstance(await publisher.publish(0, weights(0)), Swept)
+    shutil.rmtree(world.base / "step_3")
     async with world.publisher(keep_last=1) as publisher:
         assert publisher.epoch == 2
         assert await publisher.next_version() == 4
-        with pytest.raises(Mistake, match="other contents"):
-            await publisher.publish(2, weights(9))
-    shutil.rmtree(world.base / "step_3")
-    async with world.publisher(keep_last=1) as publisher:
-        assert await publisher.next_version() == 4
+        for number in (0, 2):
+            with pytest.raises(Mistake, match="other contents"):
+                await publisher.publish(number, weights(9))
         await publisher.publish(6, weights(6))
         with pytest.raises(Mistake, match="numbers only grow"):
             await publisher.publish(5, weights(5))
-
-
-async def test_whoever_needs_every_version_holds_all_from_its_floor(world: House) -> None:
-    """From the newest version at its joining on, nothing goes before it has acknowledged it."""
-    async with world.publisher(keep_last=1) as publisher:
-        await fill(publisher, *range(3))
-        async with world.subscriber(needs="every") as reader:
-            await fill(publisher, *range(3, 7))
-            assert world.folders() == [2, 3, 4, 5, 6]
-            async with reader.pin(4) as pin:
-                await reader.acknowledge(pin.number)
-            await publisher.sweep()
-            assert world.folders() == [4, 5, 6]
-        await publisher.sweep()
         assert world.folders() == [6]
 
 
@@ -183,20 +157,11 @@ async def test_a_newer_version_wakes_whoever_waits(world: House) -> None:
             await reader.wait_for(0, LIMIT_S)
 
 
-async def test_a_marked_version_is_not_loaded(world: House) -> None:
-    """What was found damaged is neither the newest nor to be had by its number."""
-    async with world.publisher(keep_last=5) as publisher, world.subscriber() as reader:
-        await fill(publisher, *range(2))
-        await world.channel().book("someone").mark(1, "a shard is rotten")
-        async with reader.pin() as pin:
-            assert pin.number == 0
-        await refused(reader.pin(1), Corrupt, "rotten")
-
-
 async def test_a_replaced_publisher_is_told_and_stays_fenced(world: House) -> None:
     """Whoever opens a channel fences off whoever had it, for ever, whatever it does.
 
-    Also when it publishes a number that its successor has used otherwise.
+    Also when it publishes a number that its successor has used otherwise. What is kept is the
+    policy of whoever publishes now.
     """
     async with world.publisher("old", keep_last=1) as old:
         await old.publish(0, weights(0))
@@ -206,8 +171,10 @@ async def test_a_replaced_publisher_is_told_and_stays_fenced(world: House) -> No
                     await old.publish(step, weights(step))
             for step in (1, 2):
                 await new.publish(step, weights(step + 5))
-                with pytest.raises(Fenced):
-                    await old.publish(step, weights(step))
+                for act in (old.publish(step, weights(step)), old.begin(9), old.sweep()):
+                    with pytest.raises(Fenced):
+                        await act
+            assert world.folders() == [0, 1, 2]
 
 
 async def test_two_lives_of_one_name_do_not_disturb_each_other(world: House) -> None:
@@ -220,22 +187,6 @@ async def test_two_lives_of_one_name_do_not_disturb_each_other(world: House) -> 
             await publisher.publish(1, weights(1))
             await pin.check()
             assert world.folders() == [0, 1]
-
-
-async def test_room_is_made_when_a_consumer_lets_go(world: House) -> None:
-    """A publisher that waits for room is woken when a pin is given up."""
-    budget = world.publisher(keep_last=1, max_bytes=32_000, wait_s=LIMIT_S)
-    async with budget as publisher, world.subscriber() as reader:
-        await publisher.publish(0, weights(0, 1500))
-        async with reader.pin():
-            await publisher.publish(1, weights(1, 1500))
-            third = publisher.publish(2, weights(2, 1500))
-            waiting = asyncio.create_task(third)
-            done, _ = await asyncio.wait([waiting], timeout=0.3)
-            assert not done
-        async with asyncio.timeout(LIMIT_S):
-            await waiting
-        assert world.folders() == [2]
 
 
 # ---- marker files: trainers and consumers that are not ours ---------------------
@@ -262,36 +213,23 @@ async def test_versions_of_a_foreign_trainer_are_loaded(markers: House) -> None:
     assert list(markers.hidden.glob("consumers/*")) == []
 
 
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+LACKING = f'{{"weight_map": {{"layers.0.weight": "{ONE}"}}}}'
+AGAIN = {"layers.0.weight": np.zeros(1)}
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: os.truncate(folder / "model-00002-of-00002.safetensors", 90), "damaged"),
-        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "is not in"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "not an index"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"layers.0.weight": "model-00001-of-00002.safetensors"}}'
-            ),
-            "is not in it",
-        ),
-        (
-            lambda folder: [
-                (folder / "model.safetensors.index.json").unlink(),
-                (folder / "model-00001-of-00002.safetensors").unlink(),
-            ],
-            "model-00001-of-00002.safetensors is missing",
-        ),
-        (
-            lambda folder: safetensors.numpy.save_file(
-                {"layers.0.weight": np.zeros(1)}, folder / "extra.safetensors"
-            ),
-            "both hold layers.0.weight",
-        ),
-        (lambda folder: [path.unlink() for path in folder.glob("model*")], "no safetensors file"),
-        (
-            lambda folder: (folder / "linked.safetensors").symlink_to("/dev/zero"),
-            "not an ordinary file",
-        ),
+        (lambda at: os.truncate(at / TWO, 90), "damaged"),
+        (lambda at: (at / TWO).unlink(), "is not in"),
+        (lambda at: (at / INDEX).write_text("{"), "not an index"),
+        (lambda at: (at / INDEX).write_text(LACKING), "is not in it"),
+        (lambda at: [(at / one).unlink() for one in (INDEX, ONE)], f"{ONE} is missing"),
+        (lambda at: safetensors.numpy.save_file(AGAIN, at / "x.safetensors"), "both hold layers"),
+        (lambda at: [path.unlink() for path in at.glob("model*")], "no safetensors file"),
+        (lambda at: (at / "x.safetensors").symlink_to("/dev/zero"), "not an ordinary file"),
     ],
 )
 async def test_a_foreign_version_that_is_not_whole_is_not_loaded(
@@ -373,18 +311,6 @@ async def test_files_that_are_written_over_under_a_pin_are_told(markers: House) 
             pin.load_into(target)
         with pytest.raises(Conflict, match="written again"):
             await pin.check()
-
-
-async def test_versions_of_others_are_swept_only_if_asked_for(markers: House) -> None:
-    """Holdfast deletes what it did not write only for whoever says so, and never under a pin."""
-    for step in range(4):
-        foreign(markers.base, step)
-    async with markers.publisher(keep_last=1):
-        assert markers.folders() == [0, 1, 2, 3]
-    sweeper = Sweeper(markers.channel(), markers.book(sweep_foreign=True), LAST_ONE)
-    async with markers.subscriber() as reader, reader.pin(1):
-        assert (await sweeper.sweep()).deleted == (0, 2)
-        assert markers.folders() == [1, 3]
 
 
 @pytest.mark.parametrize("place", [".holdfast/consumers/orchestrator/LOADED_STEP", "LOADED_STEP"])

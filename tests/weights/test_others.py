@@ -23,7 +23,7 @@ from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFile, LocalFolder
 from holdfast.weights.overview import collect
 from weights.children import model, watch, write_marker
-from weights.family import House, Kid, house, start
+from weights.family import House, Kid, go, house, start
 
 LIMIT_S = 20.0
 BESIDE = "LOADED_STEP"
@@ -100,12 +100,31 @@ async def test_the_recipe_of_the_docs_writes_the_marker(tmp_path: Path) -> None:
     assert marker.read_text() == "3\n"
 
 
-async def _watched(
-    folder: Path, book: str, loads: dict[str, float], steps: int, step_s: float, stall_s: float
+EVERY_SPEED = {
+    BESIDE: 5 * 0.25,
+    **{f".holdfast/consumers/of-{one}/LOADED_STEP": one * 0.25 for one in (0.5, 1.0, 2.0)},
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("book", ["sqlite", "markers"])
+@pytest.mark.parametrize(
+    ("loads", "steps", "step_s", "stall_s"),
+    [(EVERY_SPEED, 40, 0.25, 0.0), ({BESIDE: 1.0}, 110, 1.0, 90.0)],
+    ids=["every speed", "a stall of 90 s"],
+)
+async def test_watchers_miss_nothing(
+    tmp_path: Path,
+    book: str,
+    loads: dict[str, float],
+    steps: int,
+    step_s: float,
+    stall_s: float,
 ) -> None:
-    """A trainer and watchers of these load times, each a process of its own."""
-    folder.mkdir(exist_ok=True)
-    async with house(folder, book) as home:
+    """Watcher processes that load in 0.5, 1, 2 and 5 steps of the trainer; and one that stalls
+    between seeing a version and loading it, while the trainer goes on."""
+    async with house(tmp_path, book) as home:
         with contextlib.ExitStack() as stack:
             how = {"steps": steps, "step_s": step_s, "retention": {"keep_last": 1}}
             trainer = stack.enter_context(home.start("trainer", **how))
@@ -113,37 +132,13 @@ async def _watched(
             for marker, load_s in loads.items():
                 where = {"base": str(home.base), "marker": str(home.base / marker)}
                 times: dict[str, Any] = {"load_s": load_s, "last": steps, "stall_s": stall_s}
-                watcher = start("watcher", folder=folder, **where, **times)
+                watcher = start("watcher", folder=tmp_path, **where, **times)
                 kids[marker] = stack.enter_context(watcher)
-            for kid in (trainer, *kids.values()):
-                await kid.ahear("ready", LIMIT_S)
-            for kid in (*kids.values(), trainer):
-                kid.tell("go")
+            await go(*kids.values(), trainer)
             for marker, kid in kids.items():
                 report = await kid.ahear("report", stall_s + 10 * steps * step_s + 60)
                 assert report["error"] == "", (marker, report)
                 assert len(report["loaded"]) > 2, (marker, report)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("book", ["sqlite", "markers"])
-async def test_watchers_of_every_speed_miss_nothing(tmp_path: Path, book: str) -> None:
-    """Processes that load in 0.5, 1, 2 and 5 steps of the trainer, for 40 steps."""
-    loads = {
-        f".holdfast/consumers/of-{ratio}/LOADED_STEP": ratio * 0.25 for ratio in (0.5, 1.0, 2.0)
-    }
-    await _watched(tmp_path, book, {BESIDE: 5 * 0.25, **loads}, 40, 0.25, 0.0)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-async def test_a_watcher_that_stalls_for_90_s_misses_nothing(tmp_path: Path) -> None:
-    """It stalls for 90 s between seeing a version and loading it, while the trainer goes on."""
-    await asyncio.gather(
-        _watched(tmp_path / "a", "sqlite", {BESIDE: 1.0}, 110, 1.0, 90.0),
-        _watched(tmp_path / "b", "markers", {BESIDE: 1.0}, 110, 1.0, 90.0),
-    )
 
 
 # ---- a trainer that is not ours ----------------------------------------------------

@@ -18,7 +18,7 @@ from holdfast.weights import Publisher, Version
 from holdfast.weights.manifest import MARKER
 from patience import HANG_S
 from weights.children import publish
-from weights.family import House, Kid, house, need_strace, points
+from weights.family import House, Kid, go, house, need_strace, points
 
 PUBLISH = points("weights.publish.")
 COMMITTED = "weights.publish.committed"
@@ -28,14 +28,6 @@ def _seed() -> random.Random:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     return random.Random(seed)
-
-
-async def _go(*kids: Kid) -> None:
-    """Let children begin, when all of them are ready."""
-    for kid in kids:
-        await kid.ahear("ready")
-    for kid in kids:
-        kid.tell("go")
 
 
 # ---- killed ------------------------------------------------------------------------
@@ -89,7 +81,7 @@ async def test_killed_publisher(home: House, point: str, earlier: bool, again: i
         home.start("readers") as readers,
         home.start("publisher", fault=f"{point}:kill@{hit}", versions=[(7, 0)]) as victim,
     ):
-        await _go(victim)
+        await go(victim)
         await readers.ahear("ready")
         assert await victim.killed() == point
         committed = point == COMMITTED
@@ -116,7 +108,7 @@ async def test_killed_again_and_again(home: House) -> None:
         versions = [(number, 0) for number in range(20)]
         kill = f"{point}:kill"
         with home.start("publisher", fault=kill, versions=versions, way="whole") as victim:
-            await _go(victim)
+            await go(victim)
             assert await victim.killed() == point
     async with home.publisher() as last:
         assert home.leftovers() == []
@@ -146,7 +138,7 @@ async def test_stopped_and_replaced(home: House, point: str) -> None:
         await publish(first, 6, 0, "ranks")
     versions = [(7, 0), (8, 0), (9, 0)]
     with home.start("publisher", fault=f"{point}:stop", versions=versions) as old:
-        await _go(old)
+        await go(old)
         assert await old.stopped() == point
         async with home.publisher() as new:
             flavour = 1
@@ -179,12 +171,12 @@ async def test_both_stopped(tmp_path: Path, point: str) -> None:
         folder.mkdir()
         async with house(folder) as home:
             with home.start("publisher", fault=f"{point}:stop", versions=[(7, 0)]) as old:
-                await _go(old)
+                await go(old)
                 await old.stopped()
                 known = point == COMMITTED
                 versions = [(8, 1)] if known else [(7, 1)]
                 with home.start("publisher", fault=f"{second}:stop", versions=versions) as new:
-                    await _go(new)
+                    await go(new)
                     await new.stopped()
                     old.child.signal(signal.SIGCONT)
                     assert await _outcome(old) == ("" if known else "Fenced"), second
@@ -358,7 +350,7 @@ async def _trace(home: House, way: str) -> list[Call]:
     async with home.publisher() as first:
         await publish(first, 6, 0, way)
     with home.start("publisher", under=under, versions=[(7, 0)], way=way) as child:
-        await _go(child)
+        await go(child)
         assert await _outcome(child) == ""
         await child.ahear("done")
         assert child.child.wait(HANG_S) == 0
@@ -430,7 +422,7 @@ async def test_trouble_after_the_commit_is_no_failure(home: House) -> None:
     with home.start(
         "publisher", fault=fault, versions=versions, way="whole", keep_last=1
     ) as child:
-        await _go(child)
+        await go(child)
         outcomes = [await child.ahear("outcome") for _ in range(3)]
         assert [one["error"] for one in outcomes] == ["", "", ""], outcomes
         assert child.fired() == "weights.sweep.decided"

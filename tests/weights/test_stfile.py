@@ -37,8 +37,8 @@ def _sources(model: dict[str, tuple[str, tuple[int, ...]]]) -> list[Source]:
     ]
 
 
-def _file(found: list[Source], metadata: dict[str, str] | None = None) -> bytes:
-    return b"".join(chunks(found, metadata or {"format": "pt"}))
+def _file(found: list[Source]) -> bytes:
+    return b"".join(chunks(found))
 
 
 def _library(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -55,16 +55,11 @@ def _ours(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-@given(
-    model=MODELS,
-    metadata=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.just("x")),
-)
-def test_the_library_reads_what_we_write(
-    model: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
-) -> None:
+@given(model=MODELS)
+def test_the_library_reads_what_we_write(model: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     """Names, dtypes, shapes and bytes agree; every tensor is aligned to its item size."""
     found = _sources(model)
-    raw = _file(found, metadata)
+    raw = _file(found)
     expected = {one.name: (one.dtype, one.shape, bytes(one.data)) for one in found}
     assert _library(raw) == expected
     assert _ours(raw) == expected
@@ -195,26 +190,21 @@ def _agrees(raw: bytes) -> bool:
     return True
 
 
-@given(mutations=MUTATIONS)
-@settings(max_examples=400, deadline=None)
+@given(mutations=MUTATIONS, what=st.sampled_from(["file", "header", "header", "padded header"]))
+@settings(max_examples=1900, deadline=None)
 def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(
-    mutations: list[tuple[str, int, Any]],
+    mutations: list[tuple[str, int, Any]], what: str
 ) -> None:
-    """Any bytes at all may have changed, the length of the header too."""
-    event(str(_agrees(_mutate(GOOD, mutations))))
-
-
-@given(mutations=MUTATIONS, fixed=st.booleans())
-@settings(max_examples=1500, deadline=None)
-def test_a_damaged_header_is_refused_or_read_as_the_library_reads_it(
-    mutations: list[tuple[str, int, Any]], fixed: bool
-) -> None:
-    """Only the JSON has changed, and its length is right, so that all of it is looked at."""
-    length = int.from_bytes(GOOD[:8], "little")
-    text = _mutate(GOOD[8 : 8 + length].rstrip(), mutations)
-    if fixed:
-        text = text.ljust(length)
-    event(str(_agrees(len(text).to_bytes(8, "little") + text + GOOD[8 + length :])))
+    """Any bytes at all may have changed, the length of the header too; or only the JSON has, and
+    its length is right, so that all of it is looked at."""
+    if what == "file":
+        raw = _mutate(GOOD, mutations)
+    else:
+        length = int.from_bytes(GOOD[:8], "little")
+        text = _mutate(GOOD[8 : 8 + length].rstrip(), mutations)
+        text = text.ljust(length) if what == "padded header" else text
+        raw = len(text).to_bytes(8, "little") + text + GOOD[8 + length :]
+    event(str(_agrees(raw)))
 
 
 @st.composite
@@ -271,11 +261,9 @@ DEEP = "[" * 100_000
     ("raw", "words"),
     [
         (b"", "only 0 bytes"),
-        (b"\x01\x00\x00", "only 3 bytes"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "limit is 100000000"),
         ((3).to_bytes(8, "little") + b"{}", "whole file has 10"),
         (_with("{"), "not JSON"),
-        (_with(DEEP), "not JSON"),
         (_with('{"a":' + DEEP), "not JSON"),
         (_with("[]"), "not a JSON object"),
         (_with(" {}"), "not a JSON object"),
@@ -289,24 +277,17 @@ DEEP = "[" * 100_000
         (_with(f'{{"v":{_item()},"w":{_item()}}}', b"1234"), "tensor w .* overlaps"),
         (_with(f'{{"w":{_item()}}}', b"123"), "tensor w ends at byte"),
         (_with(f'{{"w":{_item()}}}', b"12345"), "1 bytes behind the last tensor"),
-        (_with("{}", b"1"), "1 bytes behind"),
         (_with(f'{{"w":{_item(shape="[-4]")}}}', b"1234"), "-4 is not a length"),
         (_with(f'{{"w":{_item(shape="[4.0]")}}}', b"1234"), "4.0 is not a whole number"),
-        (_with(f'{{"w":{_item(shape="[true]")}}}', b"1234"), "tensor w .* not a number"),
-        (_with(f'{{"w":{_item(shape="4")}}}', b"1234"), "tensor w .* no lists"),
+        (_with(f'{{"w":{_item(shape="[true]")}}}', b"1234"), "tensor w .* got `bool`"),
+        (_with(f'{{"w":{_item(shape="4")}}}', b"1234"), "tensor w .* got `int`"),
         (
             _with(f'{{"w":{_item(shape="[9223372036854775807,9223372036854775807,0]")}}}'),
             "tensor w has an impossible shape",
         ),
-        (
-            _with(f'{{"w":{_item("F64", "[0,9223372036854775807,9]", "[0,0]")}}}'),
-            "tensor w has an impossible shape",
-        ),
         (_with(f'{{"w":{_item(shape="[" + "1," * 64 + "1]")}}}'), "tensor w has an impossible"),
         (_with('{"w":{"dtype":"U8","shape":[]}}'), "tensor w is not described"),
-        (_with('{"w":3}'), "tensor w is not described"),
         (_with('{"__metadata__":{"a":1}}'), "metadata"),
-        (_with('{"__metadata__":[]}'), "metadata"),
         (_with(r'{"__metadata__":{"a":"\ud800"}}'), "metadata"),
         (_with(r'{"__metadata__":{"\ud800":"a"}}'), "metadata"),
         (_with(rf'{{"\ud800":{_item()}}}', b"1234"), "not valid Unicode"),

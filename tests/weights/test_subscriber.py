@@ -5,19 +5,16 @@ finished by the next one; damaged bytes are never given out; a consumer that sle
 than its lease reads the right bytes from what it has open, and is told what has ended.
 """
 
-import asyncio
 import contextlib
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import Corrupt
 from holdfast.weights import Publisher
-from patience import HANG_S
 from weights.children import publish, read_folder, read_pin
-from weights.family import DAMAGES, House, Kid, damage, points
+from weights.family import DAMAGES, House, Kid, damage, go, points, until
 
 LEASE_S = 1.0
 SWEEP = points("weights.sweep.")
@@ -27,13 +24,12 @@ ACKNOWLEDGE = points("weights.acknowledge.")
 
 async def _swept(home: House, publisher: Publisher, wanted: list[int]) -> None:
     """Sweep until just these versions are left."""
-    began = time.monotonic()
-    while True:
+
+    async def done() -> bool:
         await publisher.sweep()
-        if await home.committed() == wanted and not home.leftovers():
-            break
-        assert time.monotonic() - began < HANG_S, (await home.committed(), home.leftovers())
-        await asyncio.sleep(0.05)
+        return await home.committed() == wanted and not home.leftovers()
+
+    await until(done)
     assert home.folders() == wanted
 
 
@@ -57,7 +53,7 @@ async def test_killed_consumer(shared: House, point: str) -> None:
         with _consumer(shared, f"{point}:kill") as victim:
             await victim.ahear("ready")
             with contextlib.suppress(BrokenPipeError):  # it may be dead before the last word
-                for word in ("go", "stage", "acknowledge"):
+                for word in ("go", "serve"):
                     victim.tell(word)
             assert await victim.killed() == point
         alive = "victim" in await shared.consumers()
@@ -116,8 +112,7 @@ async def test_stopped_inside_a_pin(shared: House, staged: bool) -> None:
     async with shared.publisher(keep_last=1) as publisher:
         await publish(publisher, 1, 0, "ranks")
         with _consumer(shared) as sleeper:
-            await sleeper.ahear("ready")
-            sleeper.tell("go")
+            await go(sleeper)
             await sleeper.ahear("pinned")
             folder = shared.folder / "none"
             if staged:
@@ -151,8 +146,7 @@ async def test_stopped_while_pinning(shared: House, point: str) -> None:
     async with shared.publisher(keep_last=1) as publisher:
         await publish(publisher, 1, 0, "ranks")
         with _consumer(shared, f"{point}:stop") as sleeper:
-            await sleeper.ahear("ready")
-            sleeper.tell("go")
+            await go(sleeper)
             sleeper.tell("stage")
             assert await sleeper.stopped() == point
             await _while_asleep(shared, sleeper, publisher)

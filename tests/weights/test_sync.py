@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import Gone, LeaseLost, Mistake, NotFound, TimedOut
-from holdfast.weights import Retention, open_publisher, open_subscriber
+from holdfast import ledger
+from holdfast.errors import Fenced, Gone, LeaseLost, Mistake, NotFound, TimedOut
+from holdfast.ledger import Compare, Put
+from holdfast.weights import Retention, Ticket, open_publisher, open_subscriber
 
 
 @pytest.fixture(params=["sqlite", "markers"])
@@ -45,6 +49,34 @@ def test_a_training_loop_and_a_replica(tmp_path: Path, url: str | None) -> None:
         assert latest.version == 2
         with pytest.raises(Gone), subscriber.pin(0):
             pass
+
+
+def test_ranks_shard_sizes_and_guards(tmp_path: Path, url: str | None) -> None:
+    """What several ranks wrote is published; a guard that no longer holds fences the publisher."""
+    guards: list[Compare] = []
+    if url:
+        with ledger.open_sync(url) as led:
+            led.txn([], [Put("/job", b"1")])
+        guards = [Compare("/job", "value", "==", b"1")]
+    with (
+        open_publisher(tmp_path, url, guards=guards, shard_bytes=4096) as publisher,
+        open_subscriber(tmp_path, url) as subscriber,
+    ):
+        ticket = publisher.begin(0, new_bytes=8000)
+        sent = msgspec.json.decode(msgspec.json.encode(ticket), type=Ticket)
+        publisher.write_part(sent, 0, {"a": np.ones(1000)})
+        publisher.write_part(ticket, 1, {"b": np.ones(1000)})
+        assert publisher.finish(ticket, 2, files={"config.json": b"{}"}).version == 0
+        with subscriber.pin() as pin:
+            assert (pin.verified, pin.lost, pin.carried("config.json")) == (True, False, b"{}")
+            assert len({one.file for one in pin.manifest.tensors}) == 2
+            target = {"a": torch.ones(1000).double(), "b": pin.torch("b")}
+            assert pin.fits(target).keys() == target.keys()
+        if url:
+            with ledger.open_sync(url) as led:
+                led.txn([], [Put("/job", b"2")])
+            with pytest.raises(Fenced):
+                publisher.publish(1, {"a": np.ones(1)})
 
 
 def test_leaving_closes_everything(tmp_path: Path, url: str | None) -> None:

@@ -15,39 +15,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from holdfast import ledger, proc, servers
+from holdfast import proc, servers
 from holdfast.errors import (
     Denied,
-    Fenced,
     Mistake,
     NoRoom,
     NotFound,
     TimedOut,
     UnknownOutcome,
 )
-from holdfast.ledger import Compare, Put
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights import (
     Publisher,
     Retention,
     Subscriber,
-    Ticket,
     Version,
     open_publisher,
     open_subscriber,
     write_part,
 )
+from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
 from weights import family
 from weights.command import rows, run
-from weights.family import refused
 from weights.ledgers import Lossy
 
 LIMIT_S = HANG_S
@@ -93,21 +89,6 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/ledger.db"
 
 
-# ---- the wrong book -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept_with", ["ledger", "markers"])
-async def test_a_consumer_with_the_other_kind_of_book_is_refused(
-    tmp_path: Path, kept_with: str
-) -> None:
-    """Its pins would hold nothing: the sweeps of this folder look elsewhere."""
-    async with MemoryLedger() as memory:
-        right, wrong = (memory, None) if kept_with == "ledger" else (None, memory)
-        async with Publisher(tmp_path, right) as publisher:
-            await publisher.publish(0, weights(0))
-        await refused(Subscriber(tmp_path, wrong), Mistake, "one book")
-
-
 # ---- sweeping -------------------------------------------------------------------------
 
 
@@ -141,26 +122,6 @@ def test_who_may_not_delete_gives_nothing_up(tmp_path: Path, url: str, locked: s
     assert result.returncode == Denied.exit_code, result.stderr
     assert "no right to write in" in result.stderr
     assert "deleted" not in run("weights", "show", path, "0")
-
-
-def test_a_full_disk_does_not_keep_a_sweep_from_making_room(tmp_path: Path) -> None:
-    """Without a ledger, giving up a version writes a little: room for that is kept."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
-    try:
-        path = published(tmp_path, None, 5)
-        ballast = (tmp_path / "ballast").open("wb", buffering=0)
-        with ballast, pytest.raises(OSError, match="No space"):
-            while True:
-                assert ballast.write(b"x" * 4096)
-        text = run("weights", "sweep", path, "--keep-last", "1")
-        assert "deleted version 3" in text
-        with open_publisher(tmp_path, None) as publisher:
-            publisher.publish(5, weights(5))
-        assert Path(path, ".holdfast/reserve").exists(), "kept again for the next time"
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 # ---- publishing -----------------------------------------------------------------------
@@ -274,17 +235,16 @@ async def test_a_full_disk_names_who_holds_what(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_that_waits_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: family.House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once and then now and then, in the log that everybody sees."""
-    led = MemoryLedger()
-    led.timeouts = DEFAULTS.model_copy(update={"room_tell_s": 0.05})
-    budget = Retention(keep_last=1, max_bytes=12_000)
+    """At once and then now and then, in the log that everybody sees; it goes on when the
+    consumer lets go."""
+    hasty = DEFAULTS.model_copy(update={"room_tell_s": 0.05})
+    monkeypatch.setattr(Channel, "timeouts", hasty)
     async with (
         asyncio.timeout(LIMIT_S),
-        led,
-        Publisher(tmp_path, led, retention=budget) as publisher,
-        Subscriber(tmp_path, led, consumer="stuck") as stuck,
+        world.publisher(keep_last=1, max_bytes=12_000) as publisher,
+        world.subscriber("stuck", needs="every") as stuck,
     ):
         with caplog.at_level(logging.WARNING, "holdfast"):
             for number in (0, 1):
@@ -370,46 +330,6 @@ async def test_a_consumer_goes_on_trying_to_come_back(
         assert "r0 cannot take its seat again: the password has changed" in caplog.text
 
 
-# ---- without an event loop ------------------------------------------------------------
-
-
-def test_the_same_calls_without_an_event_loop(tmp_path: Path, where: str | None) -> None:
-    """Ranks, shard sizes and guards for the publisher; `stage` and `check` on the pin."""
-    guards: list[Compare] = []
-    if where:
-        with ledger.open_sync(where) as led:
-            led.txn([], [Put("/job", b"1")])
-        guards = [Compare("/job", "value", "==", b"1")]
-    with (
-        open_publisher(tmp_path, where, guards=guards, shard_bytes=4096) as publisher,
-        open_subscriber(tmp_path, where) as subscriber,
-    ):
-        ticket = publisher.begin(0, new_bytes=8000)
-        sent = msgspec.json.decode(msgspec.json.encode(ticket), type=Ticket)
-        publisher.write_part(sent, 0, {"a": np.ones(1000)})
-        publisher.write_part(ticket, 1, {"b": np.ones(1000)})
-        assert publisher.finish(ticket, 2, files={"config.json": b"{}"}).version == 0
-        with subscriber.pin() as pin:
-            assert pin.verified
-            assert not pin.lost
-            assert {one.file for one in pin.manifest.tensors} == {
-                one.name for one in pin.manifest.files if one.name.endswith(".safetensors")
-            }
-            pin.check()
-            assert Path(pin.stage(), "config.json").read_bytes() == pin.carried("config.json")
-            assert sorted(pin.fits({"a": torch.ones(1000).double(), "b": pin.torch("b")})) == [
-                "a",
-                "b",
-            ]
-            subscriber.acknowledge(pin.number)
-        assert subscriber.acknowledged == 0
-        if where:
-            with ledger.open_sync(where) as led:
-                led.txn([], [Put("/job", b"2")])
-            with pytest.raises(Fenced):
-                publisher.publish(1, {"a": np.ones(1)})
-
-
 # ---- commands -------------------------------------------------------------------------
 
 
@@ -466,38 +386,6 @@ def test_the_folder_of_another_trainer_can_be_looked_at(tmp_path: Path) -> None:
     assert not Path(path, ".holdfast").exists()
     assert "deleted version 1" in run("weights", "sweep", *words, *swept)
     assert [one.name for one in Path(path).glob("step_*")] == ["step_2"]
-
-
-def test_small_things(tmp_path: Path, url: str) -> None:
-    """One version is one version; an empty path is called empty; `latest` has no floor."""
-    path = published(tmp_path, url, 1)
-    assert "\n1 version, " in run("weights", "ls", path)
-    assert "1 version verified" in run("weights", "verify", path)
-    assert "1 tensor, " in run("weights", "show", path, "0")
-    assert "the path is empty" in run("weights", "ls", "", code=2)
-    with open_subscriber(tmp_path, url, needs="latest"):
-        (row,) = rows("weights", "ls", path, only="consumer")
-        assert row["floor"] is None
-    assert "unfinished" in run("weights", "ls", "--help")
-
-
-def test_a_ledger_from_the_environment(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the folder does not know it, or knows it without its password; not elsewhere."""
-    path = published(tmp_path, url)
-    about = Path(path, ".holdfast/channel.json")
-    said = json.loads(about.read_text())
-    monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:////nowhere/x.db")
-    assert "3 versions" in run("weights", "ls", path), "the folder knows better"
-    for known in ("", "etcd://me@127.0.0.1:1"):
-        about.write_text(json.dumps({**said, "ledger": known}))
-        assert "no ledger at /nowhere/x.db" in run("weights", "ls", path, code=4)
-        monkeypatch.setenv("HOLDFAST_LEDGER", url)
-        assert "3 versions" in run("weights", "ls", path)
-        monkeypatch.delenv("HOLDFAST_LEDGER")
-        assert "HOLDFAST_LEDGER" in run("weights", "ls", path, code=2)
-        monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:////nowhere/x.db")
 
 
 @pytest.mark.long

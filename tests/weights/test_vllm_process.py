@@ -25,10 +25,11 @@ def stat(pid: int) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
-async def trees(file: Path, count: int) -> list[list[int]]:
-    """The pids of each server that was started, when there were so many."""
+async def lives(file: Path, count: int) -> list[tuple[list[Path], list[int]]]:
+    """What each server that was started leaves, and its pids, when there were so many."""
     await until(lambda: file.exists() and file.read_text().count("\n") >= count)
-    return [[int(pid) for pid in line.split()] for line in file.read_text().splitlines()]
+    lines = [line.split() for line in file.read_text().splitlines()]
+    return [([Path(one) for one in line[:2]], [int(pid) for pid in line[2:]]) for line in lines]
 
 
 async def gone(pids: list[int]) -> None:
@@ -39,22 +40,32 @@ def server(file: Path) -> ServerProcess:
     return ServerProcess([sys.executable, str(TREE), str(file)], log=file.with_suffix(".log"))
 
 
-@pytest.mark.parametrize("victim", ["server", "keeper", "told"])
+@pytest.mark.parametrize("victim", ["server", "keeper", "told", "us"])
 async def test_what_is_left_of_a_server_is_ended(tmp_path: Path, victim: str) -> None:
-    """The server is killed, or what starts it, or we want a new one: all its processes end,
-    also those that ignore the death of their parent, and a whole new server is started."""
+    """The server is killed, or what starts it, or we want a new one, or we die: all its processes
+    end, also those that ignore the death of their parent, and a whole new server is started.
+    Shared memory and sockets, which a killed server cannot remove, go with it; of a killed keeper
+    the sockets do."""
     ends: list[int] = []
     process = server(tmp_path / "pids")
     async with process.running(lambda: ends.append(1)):
-        [first] = await trees(tmp_path / "pids", 1)
+        [(left, first)] = await lives(tmp_path / "pids", 1)
         assert all(stat(pid) for pid in first)
+        assert all(one.exists() for one in left)
         keeper = int(stat(first[0])[1])
         if victim == "told":
             process.end()
+        elif victim == "us":
+            os.kill(keeper, signal.SIGHUP)  # as the kernel does when we die
         else:
             os.kill(first[0] if victim == "server" else keeper, signal.SIGKILL)
         await gone([*first, keeper])
-        _, second = await trees(tmp_path / "pids", 2)
+        memory, place = left
+        await until(lambda: not place.exists())
+        if victim == "keeper":
+            memory.unlink()
+        await until(lambda: not memory.exists())
+        _, (_, second) = await lives(tmp_path / "pids", 2)
         assert ends == [1]
         assert not {*first} & {*second}
         assert all(stat(pid) for pid in second)
@@ -75,51 +86,10 @@ async def test_a_server_ends_with_whoever_runs_it(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, str(tmp_path / "pids")]
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with proc.spawn(argv, env=env, log=tmp_path / "log") as agent:
-        [tree] = await trees(tmp_path / "pids", 1)
+        [(_, tree)] = await lives(tmp_path / "pids", 1)
         keeper = int(stat(tree[0])[1])
         os.kill(agent.pid, signal.SIGKILL)
         await gone([*tree, keeper])
-
-
-_HOLDER = """
-import os, socket, sys, time
-from multiprocessing.shared_memory import SharedMemory
-
-memory = SharedMemory(create=True, size=4096)
-place = os.environ["VLLM_RPC_BASE_PATH"]
-socket.socket(socket.AF_UNIX).bind(f"{place}/line")
-first = os.getpid()
-if os.fork() == 0:
-    with open(sys.argv[1], "a") as file:
-        file.write(f"{first} /dev/shm/{memory.name} {place}\\n")
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("victim", ["server", "told", "us", "keeper"])
-async def test_nothing_is_left_in_memory(tmp_path: Path, victim: str) -> None:
-    """Shared memory and sockets, which a killed server cannot remove, go with it; sockets also
-    when the keeper is killed."""
-    file = tmp_path / "left"
-    argv = [sys.executable, "-c", _HOLDER, str(file)]
-    process = ServerProcess(argv, log=tmp_path / "log")
-    async with process.running():
-        await until(lambda: file.exists() and file.read_text().endswith("\n"))
-        pid, *left = file.read_text().split()
-        assert all(Path(one).exists() for one in left)
-        if victim == "told":
-            process.end()
-        elif victim == "server":
-            os.kill(int(pid), signal.SIGKILL)
-        elif victim == "us":
-            os.kill(int(stat(int(pid))[1]), signal.SIGHUP)  # as the kernel does when we die
-        else:
-            os.kill(int(stat(int(pid))[1]), signal.SIGKILL)
-            memory = Path(left.pop(0))
-        await until(lambda: not any(Path(one).exists() for one in left))
-        await gone([int(pid)])
-    if victim == "keeper":
-        memory.unlink()
 
 
 async def test_a_server_that_ends_by_itself_is_told_of(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ class View(msgspec.Struct, frozen=True):
     marks: dict[int, str]
     target: Target | None = None
     now_s: float = 0.0
+    writer: str = ""
+    """The name of who may publish, where that is known."""
     entries: dict[int, Entry] = {}
     """What the ledger held for each version, to be compared when it is given up."""
 
@@ -168,8 +170,8 @@ class Book(abc.ABC):
         """Record that a version is damaged: nobody is to load it any more."""
 
     @abc.abstractmethod
-    def changes(self) -> AsyncGenerator[None, None]:
-        """Yield once at the beginning and again whenever something may have changed."""
+    def changes(self) -> AsyncGenerator[View, None]:
+        """Yield everything at the beginning and again whenever something may have changed."""
 
     @abc.abstractmethod
     def heads(self) -> AsyncGenerator[int | None, None]:

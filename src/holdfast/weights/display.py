@@ -118,21 +118,19 @@ def version(
     found: Details, whole: Overview, record: Version, *, with_tensors: bool
 ) -> Iterator[str]:
     """One version for people."""
-    row = _row(whole, record.version)
+    row = _row(whole, record)
     parent = "no parent" if record.parent is None else f"parent {record.parent}"
-    when = f"{age(row.age_s)} ago" if row is not None and row.age_s is not None else ""
-    state = row.state if row is not None else "published"
-    yield f"version {record.version} of {whole.channel}: {state}"
+    when = f"{age(row.age_s)} ago" if row.age_s is not None else ""
+    yield f"version {record.version} of {whole.channel}: {row.state}"
     yield f"  published  {when} by epoch {record.epoch}, {parent}"
     yield f"  content    {record.content}"
     if found.manifest is not None:
         yield f"  kind       {found.manifest.kind}"
-    if row is not None:
-        yield f"  size       {size(row.bytes)}, {size(row.own_bytes)} of it not in the one before"
-        yield f"  pinned by  {', '.join(row.pinned_by) or '-'}"
-        yield f"  served by  {', '.join(row.served_by) or '-'}"
-        if row.problem:
-            yield f"  problem    {clean(row.problem)}"
+    yield f"  size       {size(row.bytes)}, {size(row.own_bytes)} of it not in the one before"
+    yield f"  pinned by  {', '.join(row.pinned_by) or '-'}"
+    yield f"  served by  {', '.join(row.served_by) or '-'}"
+    if row.problem:
+        yield f"  problem    {clean(row.problem)}"
     if found.manifest is None:
         yield f"  problem    {clean(found.problem)}"
         return
@@ -142,7 +140,7 @@ def version(
             clean(one.name),
             size(one.bytes),
             one.hash[:HASH_SHOWN],
-            numbers(found.shared_with(one.name)),
+            numbers(found.shared.get(one.name, ())),
         )
         for one in sorted(found.manifest.files, key=lambda one: one.name)
     ]
@@ -178,22 +176,24 @@ def swept_version(known: Swept) -> Iterator[str]:
     yield f"  content    {known.content}"
 
 
-def _row(whole: Overview, number: int) -> VersionRow | None:
-    return next((row for row in whole.versions if row.version == number), None)
+def _row(whole: Overview, record: Version) -> VersionRow:
+    """A version's row; it may have been published after the overview was made."""
+    late = VersionRow(record.version, "published", record.bytes, record.bytes)
+    return next((row for row in whole.versions if row.version == record.version), late)
 
 
 def version_json(
     found: Details, whole: Overview, record: Version, *, with_tensors: bool
 ) -> dict[str, Any]:
     """One version for machines."""
-    row = _row(whole, record.version)
-    fields: dict[str, Any] = msgspec.to_builtins(row) if row is not None else {"type": "version"}
+    fields: dict[str, Any] = msgspec.to_builtins(_row(whole, record))
     fields["record"] = msgspec.to_builtins(record)
     fields["kind"] = found.manifest.kind if found.manifest else None
     fields["problem"] = found.problem or fields.get("problem", "")
     files = found.manifest.files if found.manifest else ()
     fields["files"] = [
-        {**msgspec.to_builtins(one), "shared_with": found.shared_with(one.name)} for one in files
+        {**msgspec.to_builtins(one), "shared_with": found.shared.get(one.name, ())}
+        for one in files
     ]
     if with_tensors and found.manifest is not None:
         fields["tensors"] = msgspec.to_builtins(found.manifest.tensors)

@@ -14,7 +14,7 @@
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from holdfast.errors import Conflict, Fenced, Mistake, NoRoom, UnknownOutcome
 from holdfast.ledger import (
@@ -120,9 +120,9 @@ class LedgerBook(Book):
     async def _everything(self) -> tuple[Entry, ...]:
         return (await self._runtime.ledger.range(self._keys.live)).entries
 
-    def _read(self, entries: Sequence[Entry]) -> View:
+    def _read(self, entries: Iterable[Entry]) -> View:
         keys = self._keys
-        head, epoch, target = None, 0, None
+        head, epoch, name, target = None, 0, "", None
         versions: dict[int, Version] = {}
         members: list[Member] = []
         marks: dict[int, str] = {}
@@ -143,10 +143,12 @@ class LedgerBook(Book):
             elif entry.key == keys.head:
                 head = decode(Head, entry).version
             elif entry.key == keys.writer:
-                epoch = decode(Writer, entry).epoch
+                writer = decode(Writer, entry)
+                epoch, name = writer.epoch, writer.name
             elif entry.key == keys.target:
                 target = decode(Target, entry)
-        return View(head, epoch, versions, tuple(members), marks, target, entries=touched)
+        found = (head, epoch, versions, tuple(members), marks, target)
+        return View(*found, writer=name, entries=touched)
 
     async def lookup(self, number: int) -> Version | Swept | None:
         """See `Book.lookup`."""
@@ -249,11 +251,11 @@ class LedgerBook(Book):
             [put(self._keys.mark(number), Mark(reason=reason[:2000]))],
         )
 
-    async def changes(self) -> AsyncGenerator[None, None]:
+    async def changes(self) -> AsyncGenerator[View, None]:
         """See `Book.changes`."""
         async with contextlib.aclosing(follow(self._runtime, self._keys.live)) as steps:
-            async for _ in steps:
-                yield
+            async for step in steps:
+                yield self._read(step.entries.values())
 
     async def heads(self) -> AsyncGenerator[int | None, None]:
         """See `Book.heads`."""

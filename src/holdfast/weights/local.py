@@ -22,7 +22,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Never, TypeVar
+from typing import Any, Never, TypeVar, cast
 
 import xxhash
 
@@ -81,17 +81,14 @@ def _pools(pid: int) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:  # noqa: 
 
 
 async def _run(
-    act: Callable[[], T],
-    *,
-    long: bool = False,
-    stop: Stop | None = None,
-    drop: Callable[[T], object] | None = None,
+    act: Callable[[], T], stop: Stop | None = None, drop: Callable[[T], object] | None = None
 ) -> T:
     """Run `act` in a thread and wait until it has ended, also when we are cancelled.
 
-    Otherwise a rename could happen after its caller has given up and cleaned up.
+    Otherwise a rename could happen after its caller has given up and cleaned up. What takes long
+    has a `stop`; a result that nobody takes any more is given to `drop`.
     """
-    job = _pools(os.getpid())[long].submit(act)
+    job = _pools(os.getpid())[stop is not None].submit(act)
     answer = asyncio.wrap_future(job)
     try:
         await asyncio.wait([answer])
@@ -160,16 +157,18 @@ class LocalFolder(Folder):
     async def _run(
         self,
         act: Callable[[int], T],
-        *,
-        long: bool = False,
+        *names: str,
         stop: Stop | None = None,
         drop: Callable[[T], object] | None = None,
     ) -> T:
+        """Do something in the folder, with these names in it."""
+        for name in names:
+            check_name(name)
         if self._closed:
             raise ValueError("the folder is closed")
         self._calls += 1
         try:
-            return await _run(lambda: act(self._descriptor), long=long, stop=stop, drop=drop)
+            return await _run(lambda: act(self._descriptor), stop, drop)
         finally:
             self._calls -= 1
             self._let_go()
@@ -191,29 +190,26 @@ class LocalFolder(Folder):
 
     async def open(self, name: str) -> LocalFile:
         """See `Folder.open`."""
-        check_name(name)
-        return await self._run(lambda at: LocalFile(_open_regular(at, name)), drop=LocalFile.close)
+        return await self._run(
+            lambda at: LocalFile(_open_regular(at, name)), name, drop=LocalFile.close
+        )
 
     async def read(self, name: str, limit: int) -> bytes:
         """See `Folder.read`."""
-        check_name(name)
-        return await self._run(lambda at: _read(at, name, limit))
+        return await self._run(lambda at: _read(at, name, limit), name)
 
     async def write(self, name: str, chunks: Iterable[Buffer]) -> Written:
         """See `Folder.write`."""
-        check_name(name)
         stop = Stop()
-        return await self._run(lambda at: _write(at, name, chunks, stop), long=True, stop=stop)
+        return await self._run(lambda at: _write(at, name, chunks, stop), name, stop=stop)
 
     async def put(self, name: str, data: bytes) -> None:
         """See `Folder.put`."""
-        check_name(name)
-        await self._run(lambda at: _put(at, name, data))
+        await self._run(lambda at: _put(at, name, data), name)
 
     async def touch(self, name: str) -> float:
         """See `Folder.touch`."""
-        check_name(name)
-        return await self._run(lambda at: _stamp(os.open(name, _TOUCH, _MODE, dir_fd=at)))
+        return await self._run(lambda at: _stamp(os.open(name, _TOUCH, _MODE, dir_fd=at)), name)
 
     async def clock(self) -> float:
         """See `Folder.clock`."""
@@ -221,25 +217,21 @@ class LocalFolder(Folder):
 
     async def link(self, name: str, source: OpenFile) -> bool:
         """See `Folder.link`."""
-        check_name(name)
         if not isinstance(source, LocalFile):
             raise Mistake(f"{name}: only a file of the same disk can be linked")
         own = os.dup(source.descriptor)  # the caller may close its own meanwhile
         try:
-            return await self._run(lambda at: _link(at, name, own))
+            return await self._run(lambda at: _link(at, name, own), name)
         finally:
             os.close(own)
 
     async def rename(self, old: str, new: str) -> None:
         """See `Folder.rename`."""
-        check_name(old)
-        check_name(new)
-        await self._run(lambda at: _rename(old, new, at))
+        await self._run(lambda at: _rename(old, new, at), old, new)
 
     async def unlink(self, name: str) -> None:
         """See `Folder.unlink`."""
-        check_name(name)
-        await self._run(lambda at: _unlink(at, name))
+        await self._run(lambda at: _unlink(at, name), name)
 
     async def sync(self) -> None:
         """See `Folder.sync`."""
@@ -264,7 +256,7 @@ class LocalDisk(Disk):
     async def remove(self, path: str) -> None:
         """See `Disk.remove`. Of a symbolic link only the link is deleted."""
         stop = Stop()
-        await _run(lambda: _remove(path, None, 0, stop), long=True, stop=stop)
+        await _run(lambda: _remove(path, None, 0, stop), stop)
 
     async def remove_empty(self, path: str) -> bool:
         """See `Disk.remove_empty`."""
@@ -272,20 +264,16 @@ class LocalDisk(Disk):
 
     async def work(self, act: Callable[..., T], *args: Any) -> T:
         """See `Disk.work`."""
-        return await _run(lambda: act(*args), long=True)
+        return await _run(lambda: act(*args), Stop())
 
     async def gather(self, acts: Sequence[Callable[[], T]]) -> list[T]:
         """See `Disk.gather`."""
-        results = await asyncio.gather(
-            *(_run(act, long=True) for act in acts), return_exceptions=True
-        )
-        return [_value(result) for result in results]
-
-
-def _value(result: T | BaseException) -> T:
-    if isinstance(result, BaseException):
-        raise result
-    return result
+        runs = [_run(act, Stop()) for act in acts]
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return cast(list[T], results)
 
 
 # ---- system calls: `at` is the descriptor of a folder --------------------------------------

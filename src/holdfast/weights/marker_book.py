@@ -226,7 +226,7 @@ class MarkerBook(Book):
             swept = await self._markers.swept(number)
         return swept or (found.version if found else None)
 
-    async def changes(self) -> AsyncGenerator[None, None]:
+    async def changes(self) -> AsyncGenerator[View, None]:
         """See `Book.changes`."""
         last: object = None
         while True:
@@ -235,7 +235,7 @@ class MarkerBook(Book):
             now = (view.head, view.epoch, view.versions, living, view.marks)
             if now != last:
                 last = now
-                yield
+                yield view
             await self._pause()
 
     async def heads(self) -> AsyncGenerator[int | None, None]:

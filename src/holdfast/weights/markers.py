@@ -100,22 +100,19 @@ def telling(what: str) -> Iterator[None]:
 def judge(number: int, files: Mapping[str, Item], stable: bytes, manifest: bytes | None) -> Found:
     """What a folder with STABLE is: ours (verifiable), damaged, or of a foreign trainer."""
     size = sum(item.bytes for item in files.values() if item.name not in (STABLE, MANIFEST))
-    version = Version(
+    promised = stable.strip().decode() if _HASH.fullmatch(stable) else ""
+    lost = "missing" if promised else ""
+    ours = Version(
         version=number,
         parent=None,
         epoch=0,
-        content="",
-        manifest="",
+        content=promised,
+        manifest=lost if manifest is None else digest(manifest),
         bytes=size,
         published_s=files[STABLE].mtime_s,
     )
-    promised = stable.strip().decode() if _HASH.fullmatch(stable) else ""
     if manifest is None:
-        if not promised:
-            return Found(version)
-        ours = msgspec.structs.replace(version, content=promised, manifest="missing")
-        return Found(ours, f"its {MANIFEST} is missing")
-    ours = msgspec.structs.replace(version, content=promised, manifest=digest(manifest))
+        return Found(ours, f"its {MANIFEST} is missing" if promised else "")
     try:
         says = decode(manifest, MANIFEST)
     except HoldfastError as error:
@@ -154,31 +151,26 @@ def member(
     loaded: bytes | None,
 ) -> Member | None:
     """A consumer, from its folder's name and time and from what is in its files."""
-    foreign_lease_s = DEFAULTS.foreign_lease_s  # it may load for long
-    seen_s = max((files[name].mtime_s for name in _SIGNS if name in files), default=None)
+    lease_s = DEFAULTS.foreign_lease_s  # it may load for long
+    seen_s = max((files[name].mtime_s for name in _SIGNS if name in files), default=made_s)
     if state is not None:
         try:
             found = msgspec.json.decode(state, type=State)
+            record, lease_s = found.consumer, found.lease_s
         except (msgspec.DecodeError, UnicodeDecodeError):
-            unclear = Consumer(name=folder, needs="every", floor=0, problem="STATE is unreadable")
-            return Member(folder, unclear, (seen_s or made_s) + foreign_lease_s)
-        return Member(folder, found.consumer, (seen_s or made_s) + found.lease_s)
-    if loaded is None:
-        ours = life(folder)
-        if ours is None:
-            return None
+            record = Consumer(name=folder, needs="every", floor=0, problem="STATE is unreadable")
+    elif loaded is not None:
+        step = _step(loaded)
+        problem = "" if step is not None else f"{LOADED_STEP} is not a number"
+        record = Consumer(
+            name=folder, needs="every", floor=step or 0, acknowledged=step, problem=problem
+        )
+    elif (ours := life(folder)) is not None:
         # It is joining or leaving, or was killed while it did.
-        record = Consumer(name=ours, needs="latest", floor=0)
-        return Member(folder, record, max(seen_s or 0.0, made_s) + foreign_lease_s)
-    step = _step(loaded)
-    record = Consumer(
-        name=folder,
-        needs="every",
-        floor=step or 0,
-        acknowledged=step,
-        problem="" if step is not None else f"{LOADED_STEP} is not a number",
-    )
-    return Member(folder, record, (seen_s or made_s) + foreign_lease_s)
+        record, seen_s = Consumer(name=ours, needs="latest", floor=0), max(seen_s, made_s)
+    else:
+        return None
+    return Member(folder, record, seen_s + lease_s)
 
 
 def _step(raw: bytes) -> int | None:

@@ -21,7 +21,7 @@ from holdfast.weights.book import DELETING, Book, Member, View
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import epoch_of, version_folder
 from holdfast.weights.manifest import MANIFEST, Manifest
-from holdfast.weights.policy import Files, OnDisk, Retention, holds, used_bytes
+from holdfast.weights.policy import Files, Retention, holds
 from holdfast.weights.records import Version
 from holdfast.weights.sweep import Scan, Sweeper, files_of, look, on_disk
 from holdfast.weights.trouble import translate
@@ -112,7 +112,6 @@ async def collect(channel: Channel, book: Book, about: About | None) -> Overview
     unknown = scan.versions.keys() - view.versions.keys()
     epochs = {number: await _epoch(channel, number) for number in unknown}
     leases = {member.id: await _lease(channel, view, member) for member in view.members}
-    versions = [OnDisk(one, files_of(items)) for one, items in scan.versions.items()]
     retention = about.policy() if about else None
     return Overview(
         channel.name,
@@ -120,7 +119,7 @@ async def collect(channel: Channel, book: Book, about: About | None) -> Overview
         channel.ledger_url,
         view.head,
         view.epoch,
-        used_bytes(versions, scan.other()),
+        scan.bytes_without(channel.layout),
         retention.max_bytes or None if retention else None,
         tuple(_versions(scan, view, epochs, channel.wall_s())),
         tuple(_consumers(scan, view, leases)),
@@ -269,10 +268,6 @@ class Details(msgspec.Struct, frozen=True):
     problem: str
     shared: dict[str, tuple[int, ...]]
     """By file: the other versions that have the very same file."""
-
-    def shared_with(self, file: str) -> tuple[int, ...]:
-        """The other versions that have this file."""
-        return self.shared.get(file, ())
 
 
 async def details(channel: Channel, record: Version) -> Details:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import faults
 from holdfast.errors import LeaseLost, Mistake
-from holdfast.tensors import as_numpy, as_torch
+from holdfast.tensors import Source, as_numpy, as_torch
 from holdfast.text import several
 from holdfast.weights import foreign
 from holdfast.weights.book import Seat
@@ -114,6 +114,11 @@ class Pin:
         """One tensor as a torch tensor, without a copy."""
         span = self._find(name)[1]
         return as_torch(self.raw(name), span.dtype, span.shape)
+
+    def sources(self) -> list[Source]:
+        """All tensors as they were published, without a copy."""
+        tensors = self.manifest.tensors
+        return [Source(one.name, one.dtype, one.shape, self.raw(one.name)) for one in tensors]
 
     def state_dict(self) -> "dict[str, Tensor]":
         """All tensors for torch, without a copy."""

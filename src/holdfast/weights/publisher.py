@@ -49,7 +49,6 @@ from holdfast.weights.manifest import (
     STABLE,
     FileEntry,
     Manifest,
-    TensorEntry,
     content_hash,
     digest,
     encode,
@@ -62,6 +61,7 @@ from holdfast.weights.trouble import translate
 from holdfast.weights.writing import (
     STEMS,
     Kind,
+    Part,
     Prepared,
     Ticket,
     check_folder,
@@ -212,9 +212,8 @@ class Publisher:
             await self._make_room(step, prepared.new_bytes() + _beside(prepared, carried))
             async with self._draft(ticket) as folder:
                 files_written = await write_shards(self._disk, folder, ticket, prepared)
-                return await self._complete(
-                    folder, ticket, files_written, list(prepared.tensors.values()), carried
-                )
+                part = Part(0, tuple(files_written), tuple(prepared.tensors.values()))
+                return await self._complete(folder, ticket, part, carried)
 
     async def begin(self, step: int, *, kind: Kind = "model", new_bytes: int = 0) -> Ticket:
         """Begin a version that several ranks write; give the ticket to `write_part`.
@@ -245,15 +244,9 @@ class Publisher:
             carried = await self._disk.work(_carried, files or {})
             async with self._draft(ticket, new=False) as folder:
                 await self._check_next(ticket.step)
-                parts = await read_parts(folder, ranks)
+                whole = await read_parts(folder, ranks)
                 await self._make_room(ticket.step, sum(map(len, carried.values())))
-                return await self._complete(
-                    folder,
-                    ticket,
-                    [file for part in parts for file in part.files],
-                    [tensor for part in parts for tensor in part.tensors],
-                    carried,
-                )
+                return await self._complete(folder, ticket, whole, carried)
 
     async def _make_room(self, step: int, new_bytes: int) -> None:
         times = self._channel.timeouts
@@ -400,16 +393,11 @@ class Publisher:
             ) from None
 
     async def _complete(
-        self,
-        folder: Folder,
-        ticket: Ticket,
-        files: list[FileEntry],
-        tensors: list[TensorEntry],
-        carried: Mapping[str, bytes],
+        self, folder: Folder, ticket: Ticket, whole: Part, carried: Mapping[str, bytes]
     ) -> Version:
         """Everything from the last shard to the transaction, in the order that matters."""
         began = time.monotonic()
-        manifest, hashed = await self._seal(folder, ticket, files, tensors, carried)
+        manifest, hashed = await self._seal(folder, ticket, whole, carried)
         await self._show(folder, ticket)
         try:
             version = await self._record(ticket, manifest, hashed)
@@ -438,34 +426,30 @@ class Publisher:
             events.emit(SweepFailed(version=step, reason=str(error)))
 
     async def _seal(
-        self,
-        folder: Folder,
-        ticket: Ticket,
-        files: list[FileEntry],
-        tensors: list[TensorEntry],
-        carried: Mapping[str, bytes],
+        self, folder: Folder, ticket: Ticket, whole: Part, carried: Mapping[str, bytes]
     ) -> tuple[Manifest, str]:
         """Complete the draft: all of it is on the disk, and is what the manifest says."""
         extra = await write_carried(folder, carried)
+        files, tensors = whole.files, whole.tensors
         if len(files) > 1:
             total = sum(size(tensor.dtype, tensor.shape) for tensor in tensors)
-            index = shards.index(_shards(files, tensors), total)
+            index = shards.index([(one.name, one.file) for one in tensors], total)
             name = shards.index_file(STEMS[ticket.kind])
-            files = [*files, *await write_carried(folder, {name: index})]
+            files = (*files, *await write_carried(folder, {name: index}))
         manifest = Manifest(
             step=ticket.step,
             parent=ticket.parent,
             epoch=ticket.epoch,
             kind=ticket.kind,
             files=(*files, *extra),
-            tensors=tuple(tensors),
+            tensors=tensors,
             content=content_hash(tensors, extra),
         )
         written = await folder.write(MANIFEST, [encode(manifest)])
         await folder.write(MARKER, [f"{manifest.content}\n".encode()])
         await folder.sync()
         faults.point(WRITTEN)
-        await check_folder(self._disk, folder, manifest, each_tensor=True)
+        await check_folder(self._disk, folder, manifest)
         faults.point(VERIFIED)
         return manifest, written.hash
 
@@ -544,13 +528,6 @@ def _same(known: Version | Swept, content: str) -> Version | Swept:
             version=known.version,
         )
     return known
-
-
-def _shards(files: Sequence[FileEntry], tensors: Sequence[TensorEntry]) -> list[shards.Shard]:
-    names: dict[str, list[str]] = {file.name: [] for file in files}
-    for tensor in tensors:
-        names[tensor.file].append(tensor.name)
-    return [shards.Shard(file.name, tuple(names[file.name]), file.bytes) for file in files]
 
 
 def _carried(files: CarriedFiles) -> dict[str, bytes]:

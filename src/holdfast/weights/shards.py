@@ -10,14 +10,14 @@ mapping. This module is pure: no file access.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from holdfast.errors import Mistake
 from holdfast.tensors import Source, size
 
-__all__ = ["ADAPTER", "MODEL", "Shard", "index", "index_file", "part_file", "plan"]
+__all__ = ["ADAPTER", "MODEL", "Shard", "index", "index_file", "plan"]
 
 MODEL = "model"
 """How the files of a model begin, for transformers and vLLM."""
@@ -117,18 +117,12 @@ def _natural(name: str) -> tuple[list[str | int], str]:
 
 
 def _file(stem: str, rank: int | None, number: int, total: int) -> str:
+    """The name of one of so many files, or of one of a rank's files; counted from 1."""
     if rank is not None:
-        return part_file(stem, rank, number)
+        return f"{stem}-rank{rank:05d}-{number:05d}.safetensors"
     if total == 1:
         return f"{stem}.safetensors"
     return f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-
-
-def part_file(stem: str, rank: int, number: int) -> str:
-    """The name of one of a rank's files, counted from 1."""
-    if rank < 0 or number < 1:
-        raise Mistake(f"there is no file {number} of rank {rank}")
-    return f"{stem}-rank{rank:05d}-{number:05d}.safetensors"
 
 
 def index_file(stem: str = MODEL) -> str:
@@ -136,14 +130,13 @@ def index_file(stem: str = MODEL) -> str:
     return f"{stem}.safetensors.index.json"
 
 
-def index(shards: Sequence[Shard], total_bytes: int) -> bytes:
-    """The index's content: which file has which tensor. A name in two files is a `Mistake`."""
+def index(places: Iterable[tuple[str, str]], total_bytes: int) -> bytes:
+    """The index's content: tensors and their files. A name in two files is a `Mistake`."""
     files: dict[str, str] = {}
-    for shard in shards:
-        for name in shard.names:
-            if name in files:
-                raise Mistake(f"tensor {name} is in {files[name]} and in {shard.file}", key=name)
-            files[name] = shard.file
+    for name, file in places:
+        if name in files:
+            raise Mistake(f"tensor {name} is in {files[name]} and in {file}", key=name)
+        files[name] = file
     content = {
         "metadata": {"total_size": total_bytes},
         "weight_map": dict(sorted(files.items())),

@@ -16,8 +16,10 @@ This module is pure: no file access.
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -32,6 +34,7 @@ METADATA: Mapping[str, str] = {"format": "pt"}
 """transformers refuses files without it."""
 
 _MAX_ITEMS = 1 << 58  # so that no reader's count of bits overflows 64 bits
+_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -43,9 +46,9 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
-def header(sources: Sequence[Source], metadata: Mapping[str, str] = METADATA) -> bytes:
+def header(sources: Sequence[Source]) -> bytes:
     """What stands before the data of a file with these tensors."""
-    described: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    described: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for source in _ordered(sources):
         if source.name in described:
@@ -73,11 +76,9 @@ def header(sources: Sequence[Source], metadata: Mapping[str, str] = METADATA) ->
     return len(text).to_bytes(8, "little") + text
 
 
-def chunks(
-    sources: Sequence[Source], metadata: Mapping[str, str] = METADATA
-) -> Iterator[bytes | memoryview]:
+def chunks(sources: Sequence[Source]) -> Iterator[bytes | memoryview]:
     """The whole file, piece by piece; the tensors are not copied."""
-    yield header(sources, metadata)
+    yield header(sources)
     for source in _ordered(sources):
         if source.data.nbytes:
             yield source.data
@@ -145,33 +146,32 @@ def _read_header(view: memoryview) -> tuple[int, dict[str, Any]]:
     return 8 + length, described
 
 
+class _Item(msgspec.Struct, forbid_unknown_fields=True):
+    """What the header says of a tensor. Exact types: true and false are no numbers here."""
+
+    dtype: str
+    shape: tuple[_Number, ...]
+    data_offsets: tuple[_Number, _Number]
+
+
 def _span(name: str, item: object, start: int) -> Span:
     problem = name_problem(name)
     if problem is not None:
         raise _Bad(f"the tensor name {name[:80]!r} {problem}")
-    if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _Bad(f"tensor {name} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise _Bad(f"tensor {name} has a shape or offsets that are no lists of numbers")
-    begin, end = offsets
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _Bad(f"tensor {name} has the unknown dtype {str(dtype)[:80]!r}")
-    # Exact types: to Python, true and false are whole numbers.
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise _Bad(f"tensor {name} has a length or an offset that is not a number")
-    items = 1
-    for length in shape:
-        items *= max(length, 1)
-        if items > _MAX_ITEMS:
-            break
-    if len(shape) > MAX_DIMS or items > _MAX_ITEMS:
+    try:
+        found = msgspec.convert(item, _Item)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a character
+        text = "is not described by dtype, shape and data_offsets"
+        raise _Bad(f"tensor {name} {text}: {error}") from None
+    dtype, shape, (begin, end) = found.dtype, found.shape, found.data_offsets
+    if dtype not in DTYPES:
+        raise _Bad(f"tensor {name} has the unknown dtype {dtype[:80]!r}")
+    # Each is of at most 20 digits, so the product of a few is soon known.
+    if len(shape) > MAX_DIMS or math.prod(max(length, 1) for length in shape) > _MAX_ITEMS:
         raise _Bad(f"tensor {name} has an impossible shape")
     if end - begin != size(dtype, shape):
-        raise _Bad(
-            f"tensor {name} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}"
-        )
-    return Span(dtype, tuple(shape), start + begin, start + end)
+        raise _Bad(f"tensor {name} has {end - begin} bytes, which is not {dtype} of shape {shape}")
+    return Span(dtype, shape, start + begin, start + end)
 
 
 def _is_text(text: str) -> bool:
@@ -182,11 +182,8 @@ def _is_text(text: str) -> bool:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"{name[:80]!r} stands there twice")
-            seen.add(name)
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name[:80]!r} stands there twice")
     return found
 
 

@@ -360,48 +360,27 @@ class Subscriber:
         if version not in self._loaded:
             raise Mistake(f"{self.name} acknowledges version {version}, which it never pinned")
         faults.point(LOADED)
-        await self.report(acknowledged=version)
+        await self.report(Told(acknowledged=version))
         faults.point(ACKNOWLEDGED)
         # Older ones can be pinned again if they are wanted again.
         self._loaded = {n: content for n, content in self._loaded.items() if n >= version}
 
-    def _counts(self, seat: Seat) -> bool:
-        """Whether what was told on this seat is told.
-
-        If it was lost in this moment the new one, perhaps on its way, does not know of it.
-        """
-        return seat is self._seat and not seat.lost.is_set()
-
-    async def report(
-        self,
-        *,
-        staged: int | None = None,
-        acknowledged: int | None = None,
-        problem: str = "",
-        failed: int | None = None,
-        held: int = 0,
-        withdraw: bool = False,
-    ) -> None:
+    async def report(self, told: Told, *, withdraw: bool = False) -> None:
         """Tell what is loaded aside, what is served (None: as before), what went wrong.
 
         `withdraw` tells that nothing is served any more.
         """
-        content = self._loaded.get(acknowledged, "") if acknowledged is not None else ""
-        if not withdraw and (acknowledged is None or acknowledged == self._told.acknowledged):
-            acknowledged, content = self._told.acknowledged, self._told.content
-        told = Told(
-            staged=staged,
-            acknowledged=acknowledged,
-            content=content,
-            held=held,
-            failed=failed,
-            problem=problem,
-        )
+        served = told.acknowledged
+        content = "" if served is None else self._loaded.get(served, "")
+        if not withdraw and served in (None, self._told.acknowledged):
+            served, content = self._told.acknowledged, self._told.content
+        told = msgspec.structs.replace(told, acknowledged=served, content=content)
 
         async def once() -> None:
             seat = await self._sit()
             await seat.report(told)
-            if not self._counts(seat):
+            # If it was lost in this moment the new one, perhaps on its way, does not know of it.
+            if seat is not self._seat or seat.lost.is_set():
                 raise LeaseLost(f"{self.name} lost its lease while it reported")
             # What is staged is pinned, and a pin ends with its seat.
             brought = msgspec.structs.replace(told, staged=None)

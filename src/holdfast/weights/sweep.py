@@ -18,7 +18,7 @@ one that no sweep under way gives up.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -67,9 +67,9 @@ class Scan(msgspec.Struct):
     """What lies in a channel's folder."""
 
     versions: dict[int, list[Item]]
-    drafts: dict[str, Files]
-    staging: dict[str, Files]
-    trash: dict[str, Files]
+    drafts: dict[str, dict[int, int]]
+    staging: dict[str, dict[int, int]]
+    trash: dict[str, dict[int, int]]
 
     def other(self, gone: Set[str] = frozenset()) -> Files:
         """Files that count and are no versions, without the folders that are gone."""
@@ -79,18 +79,20 @@ class Scan(msgspec.Struct):
                 found.update(group[name])
         return found
 
-    def by_path(self, layout: Layout) -> dict[str, Files]:
-        """Every folder with the files in it."""
-        found: dict[str, Files] = {
-            layout.version(one): files_of(items) for one, items in self.versions.items()
-        }
+    def bytes_without(self, layout: Layout, gone: Set[str] = frozenset()) -> int:
+        """What all folders take but those that are gone; a file that several have counts once."""
+        places = [(layout.version(one), files_of(items)) for one, items in self.versions.items()]
         for path, group in (
             (layout.drafts, self.drafts),
             (layout.staging, self.staging),
             (layout.trash, self.trash),
         ):
-            found.update({f"{path}/{name}": files for name, files in group.items()})
-        return found
+            places += [(f"{path}/{name}", files) for name, files in group.items()]
+        left: dict[int, int] = {}
+        for path, files in places:
+            if path not in gone:
+                left.update(files)
+        return sum(left.values())
 
 
 async def look(channel: Channel) -> Scan:
@@ -113,7 +115,7 @@ async def _items(disk: Disk, path: str) -> list[Item]:
     return []
 
 
-async def _below(disk: Disk, path: str) -> dict[str, Files]:
+async def _below(disk: Disk, path: str) -> dict[str, dict[int, int]]:
     return {
         item.name: await _tree(disk, f"{path}/{item.name}")
         for item in await _items(disk, path)
@@ -245,27 +247,11 @@ class Sweeper:
             and any(item.name == MANIFEST for item in items)
             and self._layout.version(one) not in rubbish
         ]
-        freed = self._freed(scan, deleted, rubbish, stuck)
+        gone = ({self._layout.version(one) for one in deleted} | {*rubbish}) - stuck.keys()
+        freed = scan.bytes_without(self._layout) - scan.bytes_without(self._layout, gone)
         return Report(
             deleted, rubbish, used, missing, tuple(held), freed, tuple(sorted(beyond)), stuck
         )
-
-    def _freed(
-        self,
-        scan: Scan,
-        deleted: tuple[int, ...],
-        rubbish: tuple[str, ...],
-        stuck: Mapping[str, str],
-    ) -> int:
-        """What is on the disk no more: a file goes with the last folder that has it."""
-        gone = ({self._layout.version(one) for one in deleted} | {*rubbish}) - stuck.keys()
-        before: dict[int, int] = {}
-        after: dict[int, int] = {}
-        for path, files in scan.by_path(self._layout).items():
-            before.update(files)
-            if path not in gone:
-                after.update(files)
-        return sum(before.values()) - sum(after.values())
 
     def _rubbish(self, scan: Scan, view: View) -> tuple[str, ...]:
         """Paths that belong to nobody."""

@@ -12,9 +12,8 @@ was found wrong counts only if the book, asked afterwards, still has the version
 One manifest and a few files are open at a time, and files are mapped, not read into memory.
 """
 
+import asyncio
 import errno
-import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -53,11 +52,10 @@ Problem = Literal[
     "folder", "manifest", "missing", "bytes", "marker", "extra", "leftover", "unproven"
 ]
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are done and those there are, from whichever thread."""
+"""Called with the bytes that are done and those there are."""
 
 _GIVEN_UP = "was given up: a sweep removes it when nobody reads it any more"
 _UNFIT = ("folder", "manifest", "missing", "bytes")
-_Key = tuple[int, str]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -101,7 +99,7 @@ async def verify(
     for number in wanted:
         if number not in there:
             raise await _absent(book, number)
-    work = _Work(channel, _Meter(_total(scan, wanted), progress))
+    work = _Work(channel, _total(scan, wanted), progress)
     findings: list[Finding] = []
     for number in wanted:
         findings += await work.version(view.versions[number])
@@ -160,31 +158,21 @@ async def _mark(book: Book, findings: Iterable[Finding]) -> None:
         await book.mark(number, several(details, REASONS_MAX, "; ", "; and "))
 
 
-class _Meter:
-    """Counts bytes, in any thread."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        if self._progress is None:
-            return
-        with self._lock:
-            self._done += count
-            self._progress(self._done, max(self._total, self._done))
-
-
 class _Work:
     """One run; remembers for each inode how it differs from what was expected of it."""
 
-    def __init__(self, channel: Channel, meter: _Meter) -> None:
+    def __init__(self, channel: Channel, total: int, progress: Progress | None) -> None:
         self._channel = channel
         self._disk = channel.disk
-        self._meter = meter
-        self._seen: dict[_Key, str | None] = {}
+        self._total, self._done = total, 0
+        self._progress = progress
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._seen: dict[tuple[int, str], str] = {}
+
+    def _read(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, max(self._total, self._done))
 
     async def version(self, record: Version) -> list[Finding]:
         """What is wrong with one version."""
@@ -204,14 +192,15 @@ class _Work:
                 return [Finding(number, "manifest", str(error), MANIFEST)]
             findings = _names(manifest, items)
             findings += await _marker(folder, manifest)
-            files = [entry for entry in manifest.files if entry.name in items]
             shards: dict[str, list[TensorEntry]] = {}
             for tensor in manifest.tensors:
                 shards.setdefault(tensor.file, []).append(tensor)
-            for start in range(0, len(files), AT_ONCE):
-                some = files[start : start + AT_ONCE]
-                findings += await self._files(folder, manifest, some, shards)
-            return findings
+            acts = [
+                self._file(folder, manifest, entry, shards.get(entry.name, []))
+                for entry in manifest.files
+                if entry.name in items
+            ]
+            return findings + [one for found in await asyncio.gather(*acts) for one in found]
 
     async def _foreign(self, folder: Folder, number: int) -> list[Finding]:
         """What can be said of a version without a manifest."""
@@ -225,49 +214,33 @@ class _Work:
         except Corrupt as error:
             return [Finding(number, "bytes", str(error))]
         finally:
-            self._meter.add(sum(file.bytes for file in files.values()))
+            self._read(sum(file.bytes for file in files.values()))
             close_files(files)
         text = f"{name} is not ours and has no manifest: only its structure was checked"
         return [Finding(number, "unproven", text)]
 
-    async def _files(
-        self,
-        folder: Folder,
-        manifest: Manifest,
-        entries: list[FileEntry],
-        shards: dict[str, list[TensorEntry]],
+    async def _file(
+        self, folder: Folder, manifest: Manifest, entry: FileEntry, tensors: list[TensorEntry]
     ) -> list[Finding]:
-        """Prove a few files at once."""
-        findings: list[Finding] = []
-        keys: dict[str, _Key] = {}
-        new: dict[_Key, tuple[FileEntry, OpenFile]] = {}
-        try:
-            for entry in entries:
-                try:
-                    file = await folder.open(entry.name)
-                except OSError as error:
-                    findings.append(_unreadable(manifest.step, entry.name, error))
-                    continue
-                expected = digest(msgspec.json.encode((entry, shards.get(entry.name, ()))))
-                key = keys[entry.name] = (file.inode, expected)
-                if key in self._seen or key in new:
-                    file.close()
-                else:
-                    new[key] = (entry, file)
-            acts = [
-                functools.partial(_difference, manifest, entry, file, self._meter)
-                for entry, file in new.values()
-            ]
-            self._seen.update(zip(new, await self._disk.gather(acts), strict=True))
-        finally:
-            for _, file in new.values():
+        """Prove one file, unless it was read as a file of another version."""
+        number, where = manifest.step, f"{version_folder(manifest.step)}/{entry.name}"
+        async with self._places:
+            try:
+                file = await folder.open(entry.name)
+            except FileNotFoundError:
+                return [Finding(number, "missing", f"{where} is missing", entry.name)]
+            except OSError as error:
+                text = f"{where} cannot be read: {_why(error, where)}"
+                return [Finding(number, "bytes", text, entry.name)]
+            try:
+                key = (file.inode, digest(msgspec.json.encode((entry, tensors))))
+                if key not in self._seen:
+                    self._seen[key] = await self._disk.work(_difference, manifest, entry, file)
+                    self._read(file.bytes)
+            finally:
                 file.close()
-        for name, key in keys.items():
-            what = self._seen[key]
-            if what is not None:
-                where = f"{version_folder(manifest.step)}/{name}"
-                findings.append(Finding(manifest.step, "bytes", f"{where}: {what}", name))
-        return findings
+        what = self._seen[key]
+        return [Finding(number, "bytes", f"{where}: {what}", entry.name)] if what else []
 
 
 async def _manifest(folder: Folder, record: Version) -> Manifest:
@@ -318,23 +291,14 @@ async def _marker(folder: Folder, manifest: Manifest) -> list[Finding]:
     return [Finding(manifest.step, "marker", f"{where} {what}", STABLE)]
 
 
-def _difference(manifest: Manifest, entry: FileEntry, file: OpenFile, meter: _Meter) -> str | None:
-    """How a file differs from what was published, in words."""
+def _difference(manifest: Manifest, entry: FileEntry, file: OpenFile) -> str:
+    """How a file differs from what was published, in words; empty when it does not."""
     prefix = f"{version_folder(manifest.step)}/{entry.name} is not what was published: "
     try:
         check_file(manifest, entry, file.view())
     except Corrupt as error:
         return str(error).removeprefix(prefix)
-    finally:
-        meter.add(file.bytes)
-    return None
-
-
-def _unreadable(number: int, name: str, error: OSError) -> Finding:
-    where = f"{version_folder(number)}/{name}"
-    if isinstance(error, FileNotFoundError):
-        return Finding(number, "missing", f"{where} is missing", name)
-    return Finding(number, "bytes", f"{where} cannot be read: {_why(error, where)}", name)
+    return ""
 
 
 def _why(error: OSError, where: str) -> str:

@@ -1,6 +1,6 @@
 """What happens to a channel, one happening at a time.
 
-`happened` compares two states and is pure; `watch` follows the book and compares. With a
+`happened` compares two views and is pure; `watch` follows the book and compares. With a
 ledger nothing is missed while it is reached, and what happened while it was away is told when
 it is back. A consumer that leaves and one that dies look alike in the ledger: its record
 vanishes with its lease. Leases are looked at every `show_s`, so that the two are told apart
@@ -8,27 +8,23 @@ and a consumer that has gone silent is told of before its lease ends.
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 
 from holdfast.errors import LeaseLost, Retriable, UnknownOutcome
-from holdfast.ledger import Entry, Record, follow
-from holdfast.ledger.unreadable import Unreadable, readable
+from holdfast.ledger import Record
 from holdfast.text import size
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.book import Book, View, at_least_every
 from holdfast.weights.channel import Channel
-from holdfast.weights.records import Consumer, Keys, Mark, Target, Version, Writer
+from holdfast.weights.records import Consumer
 
-__all__ = ["OF_THE_LEDGER", "Happening", "State", "happened", "watch"]
+__all__ = ["OF_THE_LEDGER", "Happening", "happened", "watch"]
 
 AWAY, BACK = "ledger away", "ledger back"
 OF_THE_LEDGER = (AWAY, BACK)
 """What is told of the ledger itself: no changes of the channel."""
-
-State = Mapping[tuple[str, str], Record]
-"""Records by what they are and whose."""
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -42,74 +38,32 @@ class Happening(msgspec.Struct, frozen=True):
     """Of a consumer that came or went: which of its lives."""
 
 
-def state_of_entries(keys: Keys, entries: Iterable[Entry]) -> State:
-    """The state that these entries of the ledger describe."""
-    found: dict[tuple[str, str], Record] = {}
-    folders: tuple[tuple[str, str, type[Record]], ...] = (
-        ("version", keys.versions, Version),
-        ("consumer", keys.consumers, Consumer),
-        ("mark", keys.marks, Mark),
-        ("writer", keys.writer, Writer),
-        ("target", keys.target, Target),
-    )
-    for entry in entries:
-        for what, folder, kind in folders:
-            if entry.key.startswith(folder):
-                record = readable(kind, entry)
-                if not isinstance(record, Unreadable):
-                    found[what, entry.key.removeprefix(folder)] = record
-    return found
-
-
-def state_of_view(view: View) -> State:
-    """The state that a view describes, for a book that is not in a ledger."""
-    found: dict[tuple[str, str], Record] = {("writer", ""): _writer(view.epoch)}
-    for number, version in view.versions.items():
-        found["version", f"{number:012d}"] = version
-    for member in view.members:
-        if member.until_s > view.now_s:
-            found["consumer", member.id] = member.record
-    for number, reason in view.marks.items():
-        found["mark", f"{number:012d}"] = Mark(reason=reason)
-    if view.target is not None:
-        found["target", ""] = view.target
-    return found
-
-
-def _writer(epoch: int) -> Writer:
-    return Writer(epoch=epoch, name="", nonce="")
-
-
-def happened(before: State, after: State) -> list[Happening]:
-    """What has changed from one state to the next."""
+def happened(before: View, after: View) -> list[Happening]:
+    """What has changed from one view to the next."""
     found: list[Happening] = []
-    for key in sorted(before.keys() | after.keys(), key=lambda key: (_ORDER.index(key[0]), key)):
-        old, new = before.get(key), after.get(key)
-        if old != new:
-            found += _changed(key, old, new)
+    if after.epoch != before.epoch:
+        name = f"{after.writer}, " if after.writer else ""
+        found.append(Happening("opened", detail=f"by {name}epoch {after.epoch}"))
+    for number in sorted(before.versions.keys() ^ after.versions.keys()):
+        is_new = number in after.versions
+        version = (after if is_new else before).versions[number]
+        what = "published" if is_new else "swept"
+        found.append(Happening(what, number, detail=size(version.bytes)))
+    for number, reason in sorted(after.marks.items()):
+        if reason != before.marks.get(number):
+            found.append(Happening("damaged", number, detail=reason))
+    if after.target is not None and after.target != before.target:
+        found.append(Happening("fleet", detail=_fields(before.target, after.target)))
+    old, new = _living(before), _living(after)
+    for life in sorted(old.keys() | new.keys()):
+        if old.get(life) != new.get(life):
+            found += _consumer(life, old.get(life), new.get(life))
     return found
 
 
-_ORDER = ("writer", "version", "mark", "target", "consumer")
-
-
-def _changed(key: tuple[str, str], old: Record | None, new: Record | None) -> list[Happening]:
-    match new if new is not None else old:
-        case Writer() as writer if new is not None:
-            name = f"{writer.name}, " if writer.name else ""
-            return [Happening("opened", detail=f"by {name}epoch {writer.epoch}")]
-        case Version() as version if new is None:
-            return [Happening("swept", version.version, detail=size(version.bytes))]
-        case Version() as version if old is None:
-            return [Happening("published", version.version, detail=size(version.bytes))]
-        case Mark() as mark if new is not None:
-            return [Happening("damaged", int(key[1]), detail=mark.reason)]
-        case Target() as target if new is not None:
-            return [Happening("fleet", detail=_fields(old, target))]
-        case Consumer() as consumer:
-            was = old if isinstance(old, Consumer) else None
-            return _consumer(key[1], was, consumer if new is not None else None)
-    return []  # a mark that goes with its version
+def _living(view: View) -> dict[str, Consumer]:
+    """The consumers that count, by their lives."""
+    return {one.id: one.record for one in view.members if one.until_s > view.now_s}
 
 
 def _fields(old: Record | None, new: Record) -> str:
@@ -166,10 +120,10 @@ def _last(record: Consumer) -> str:
 async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]:
     """Yield "watching" once everything was read, then whatever happens, for ever."""
     leases, reach = _Leases(channel), _Reach(channel)
-    before: State | None = None
-    paced = at_least_every(DEFAULTS.show_s, _states(channel, book))
-    async with contextlib.aclosing(paced) as states:
-        async for after in states:
+    before: View | None = None
+    paced = at_least_every(DEFAULTS.show_s, book.changes())
+    async with contextlib.aclosing(paced) as views:
+        async for after in views:
             news: list[Happening] = []
             if after is not None:
                 if before is None:
@@ -177,22 +131,11 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
                 else:
                     news += [leases.explain(one) for one in happened(before, after)]
                 before = after
-            if before is not None:
+            if before is not None and channel.has_ledger:
                 news += await leases.look(before)
                 news += await reach.look()
             for one in news:
                 yield one
-
-
-async def _states(channel: Channel, book: Book) -> AsyncGenerator[State, None]:
-    if channel.has_ledger:
-        async with contextlib.aclosing(follow(channel.runtime, channel.keys.live)) as steps:
-            async for step in steps:
-                yield state_of_entries(channel.keys, step.entries.values())
-    else:
-        async with contextlib.aclosing(book.changes()) as changes:
-            async for _ in changes:
-                yield state_of_view(await book.view())
 
 
 class _Reach:
@@ -207,7 +150,7 @@ class _Reach:
     async def look(self) -> list[Happening]:
         """Ask it something now and then; tells when it has gone and when it is back."""
         now_s = self._runtime.now()
-        if not self._channel.has_ledger or now_s < self._looked_s + DEFAULTS.show_s:
+        if now_s < self._looked_s + DEFAULTS.show_s:
             return []
         since_s, self._looked_s = self._away_since_s, now_s
         try:
@@ -234,13 +177,9 @@ class _Leases:
         self._ends_s: dict[str, float] = {}
         self._silent: set[str] = set()
 
-    async def look(self, state: State) -> list[Happening]:
+    async def look(self, view: View) -> list[Happening]:
         """Ask about every lease now and then; tells who has gone silent or come back."""
-        if not self._channel.has_ledger:
-            return []
-        living = {
-            key: record for (_, key), record in state.items() if isinstance(record, Consumer)
-        }
+        living = _living(view)
         self._silent &= living.keys()
         for key in self._ends_s.keys() - living.keys():
             del self._ends_s[key]
@@ -257,7 +196,7 @@ class _Leases:
         return found
 
     async def _ask(self, key: str, name: str) -> list[Happening]:
-        info = await self._runtime.ledger.lease_info(int(key.rpartition("/")[2]))
+        info = await self._runtime.ledger.lease_info(int(key.rpartition("-")[2]))
         self._ends_s[key] = self._runtime.now() + info.remaining_s
         silent_s = info.ttl_s - info.remaining_s
         if silent_s > info.ttl_s / 2 and key not in self._silent:

@@ -52,7 +52,6 @@ __all__ = [
 Kind = Literal["model", "adapter"]
 STEMS: dict[Kind, str] = {"model": MODEL, "adapter": ADAPTER}
 SMALL_BYTES = 64 << 20
-MAX_PART_BYTES = MAX_MANIFEST_BYTES
 
 SHARD = faults.declare("weights.publish.shard", "one shard written or linked, others missing")
 
@@ -118,11 +117,11 @@ async def prepare(
     }
     parent = await _parent(disk, ticket)
     reuse: dict[str, FileEntry] = {}
-    for shard in shards if parent else ():
-        assert parent is not None
-        found = same_shard(parent, shard.file, [entries[name] for name in shard.names])
-        if found is not None:
-            reuse[shard.file] = found
+    if parent is not None:
+        for shard in shards:
+            found = same_shard(parent, shard.file, [entries[name] for name in shard.names])
+            if found is not None:
+                reuse[shard.file] = found
     return Prepared(shards, {one.name: one for one in given}, entries, reuse)
 
 
@@ -210,8 +209,8 @@ def _part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-async def read_parts(folder: Folder, ranks: int) -> list[Part]:
-    """What all ranks have written. Their notes are removed from the draft."""
+async def read_parts(folder: Folder, ranks: int) -> Part:
+    """What all ranks together have written. Their notes are removed from the draft."""
     there = {item.name for item in await folder.items()}
     missing = [rank for rank in range(ranks) if _part_name(rank) not in there]
     if missing:
@@ -219,15 +218,18 @@ async def read_parts(folder: Folder, ranks: int) -> list[Part]:
             f"ranks {missing} of {ranks} have not written their part: call `finish` only after "
             "`write_part` has returned on every rank"
         )
-    parts = []
+    files: list[FileEntry] = []
+    tensors: list[TensorEntry] = []
     for rank in range(ranks):
-        raw = await folder.read(_part_name(rank), MAX_PART_BYTES)
-        parts.append(msgspec.json.decode(raw, type=Part))
+        raw = await folder.read(_part_name(rank), MAX_MANIFEST_BYTES)
+        part = msgspec.json.decode(raw, type=Part)
+        files += part.files
+        tensors += part.tensors
         await folder.unlink(_part_name(rank))
-    names = [tensor.name for part in parts for tensor in part.tensors]
+    names = [tensor.name for tensor in tensors]
     if twice := sorted(name for name, times in Counter(names).items() if times > 1)[:5]:
         raise Mistake(f"several ranks have written the tensors {', '.join(twice)}")
-    return parts
+    return Part(0, tuple(files), tuple(tensors))
 
 
 async def write_carried(folder: Folder, files: Mapping[str, bytes]) -> list[FileEntry]:
@@ -280,10 +282,8 @@ async def check_files(
     )
 
 
-async def check_folder(
-    disk: Disk, folder: Folder, manifest: Manifest, *, each_tensor: bool = False
-) -> None:
-    """Prove that a folder holds what its manifest says, byte by byte."""
+async def check_folder(disk: Disk, folder: Folder, manifest: Manifest) -> None:
+    """Prove that a folder, just written, holds what its manifest says, tensor by tensor."""
     try:
         files = await open_files(folder, (entry.name for entry in manifest.files))
     except FileNotFoundError as error:
@@ -292,6 +292,6 @@ async def check_folder(
             version=manifest.step,
         ) from error
     try:
-        await check_files(disk, manifest, files, each_tensor=each_tensor)
+        await check_files(disk, manifest, files, each_tensor=True)
     finally:
         close_files(files)

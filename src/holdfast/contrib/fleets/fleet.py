@@ -12,19 +12,19 @@ rules; this file begins rounds and waits for their end.
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Self
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from holdfast.contrib.fleets.follower import Follower
+from holdfast.contrib.fleets.follower import Follower, members_of, target_of
 from holdfast.contrib.fleets.plan import begin, offered
 from holdfast.errors import (
     Conflict,
     Fenced,
     Gone,
-    HoldfastError,
     Mistake,
     Retriable,
     TimedOut,
@@ -32,8 +32,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.ledger import Entry, Ledger, LiveRuntime, Put, Runtime, absent, same_life, unchanged
-from holdfast.ledger.records import decode, put
-from holdfast.ledger.unreadable import Unreadable, readable
+from holdfast.ledger.records import put
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.layout import check_name, check_version
 from holdfast.weights.records import Consumer, Keys, Target
@@ -114,15 +113,8 @@ class Fleet:
 
     async def _look(self) -> tuple[Target, list[Consumer]]:
         entries = (await self._runtime.ledger.range(self._keys.live)).entries
-        target, members = Target(), []
-        for entry in entries:
-            if entry.key == self._keys.target:
-                target = decode(Target, entry)
-            elif entry.key.startswith(self._keys.consumers):
-                member = readable(Consumer, entry)
-                if not isinstance(member, Unreadable):
-                    members.append(member)
-        return target, members
+        found = next((entry for entry in entries if entry.key == self._keys.target), None)
+        return target_of(found), members_of(self._keys, entries)
 
     async def update(self, version: int, *, attempts: int = 1, rollback: bool = False) -> Update:
         """Bring a version to all replicas; raises `Unavailable` when the round failed.
@@ -132,18 +124,16 @@ class Fleet:
         that an owner who was away for a while does not do it unawares.
         """
         check_version(version)
-        failure: HoldfastError | None = None
-        for attempt in range(attempts):
-            if attempt:
-                await self._runtime.sleep(min(30.0, 2.0**attempt))
+        for attempt in itertools.count(1):
             number = await self._begin(version, rollback)
             target, members = await self._finish(number)
             if not target.problem and version in target.allowed:
                 return _outcome(version, members)
-            problem = target.problem or f"version {version} is not served"
-            failure = Unavailable(problem, version=version)
-        assert failure is not None
-        raise failure
+            if attempt >= attempts:
+                problem = target.problem or f"version {version} is not served"
+                raise Unavailable(problem, version=version)
+            await self._runtime.sleep(min(30.0, 2.0**attempt))
+        raise AssertionError("it counts for ever")
 
     async def _begin(self, version: int, rollback: bool) -> int:
         """Write the target of a new round; returns the round.
@@ -157,7 +147,7 @@ class Fleet:
         while True:
             try:
                 entry = await self._runtime.ledger.get(self._keys.target)
-                target = decode(Target, entry) if entry else Target()
+                target = target_of(entry)
                 if target.phase != "idle":
                     if self._is_ours(target, version):
                         return target.round

@@ -11,10 +11,21 @@ from holdfast.ledger.unreadable import Unreadable, readable
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.records import Consumer, Keys, Target
 
-__all__ = ["Follower", "Plan"]
+__all__ = ["Follower", "Plan", "members_of", "target_of"]
 
 Plan = Callable[[Target, Iterable[Consumer], float], Target | None]
 """The fleet's next target, or None: from the target, the members, and how long it has stood."""
+
+
+def target_of(entry: Entry | None) -> Target:
+    """What stands under a fleet's key; nothing there means that nothing is to be done."""
+    return decode(Target, entry) if entry else Target()
+
+
+def members_of(keys: Keys, entries: Iterable[Entry]) -> list[Consumer]:
+    """The consumers among these entries whose records can be read."""
+    read = [readable(Consumer, one) for one in entries if one.key.startswith(keys.consumers)]
+    return [one for one in read if not isinstance(one, Unreadable)]
 
 
 class Follower:
@@ -43,13 +54,8 @@ class Follower:
         if self.count == 0 or entry != self._entry:
             self._entry = entry
             self._since_s = self._runtime.now()
-            self.target = decode(Target, entry) if entry else Target()
-        read = [
-            readable(Consumer, one)
-            for key, one in entries.items()
-            if key.startswith(self._keys.consumers)
-        ]
-        self.members = tuple(one for one in read if not isinstance(one, Unreadable))
+            self.target = target_of(entry)
+        self.members = tuple(members_of(self._keys, entries.values()))
         self.count += 1
         self._moved.set()
 
@@ -59,8 +65,7 @@ class Follower:
 
     async def read(self) -> Target:
         """The target as it is now."""
-        entry = await self._runtime.ledger.get(self._keys.target)
-        return decode(Target, entry) if entry else Target()
+        return target_of(await self._runtime.ledger.get(self._keys.target))
 
     async def moved(self, seen: int) -> None:
         """Wait until something moved since `count` was `seen`, or it is time to look again."""

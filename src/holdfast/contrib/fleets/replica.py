@@ -24,7 +24,9 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from holdfast import events
 from holdfast.contrib.fleets.follower import Follower
@@ -34,7 +36,7 @@ from holdfast.ledger import Runtime
 from holdfast.retry import AGAIN, Pauses
 from holdfast.timeouts import DEFAULTS
 from holdfast.weights.pin import Pin
-from holdfast.weights.records import Keys
+from holdfast.weights.records import Keys, Told
 from holdfast.weights.subscriber import Subscriber
 
 if TYPE_CHECKING:
@@ -183,7 +185,7 @@ class Replica:
         self._changed = asyncio.Event()
         # What the fleet is to know besides the acknowledgement, and what was told, by whom.
         self._telling = asyncio.Lock()
-        self._told: tuple[str, dict[str, Any]] = "", {}
+        self._told: tuple[str, Told | None] = "", None
         self._held = 0
         self._failed: int | None = None
         self._problem = ""
@@ -262,10 +264,7 @@ class Replica:
         while (version := self.serving()) is None:
             if self._runtime.now() >= deadline_s:
                 raise Unavailable(f"{self.name} serves nothing now: ask another replica")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(DEFAULTS.fleet_door_s, timeout_s)):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._moved(min(DEFAULTS.fleet_door_s, timeout_s))
         self._inside += 1
         try:
             yield version
@@ -284,11 +283,15 @@ class Replica:
     async def _emptied(self, still: Callable[[], bool] = lambda: True) -> bool:
         """Wait until nobody is inside, as long as there is need to."""
         while self._inside and still():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DEFAULTS.fleet_door_s):
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self._moved(DEFAULTS.fleet_door_s)
         return not self._inside
+
+    async def _moved(self, limit_s: float) -> None:
+        """Wait until something moved at the door, or it is time to look again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _open_door(self) -> None:
         """Let callers in, if the target allows it: read now, under the seat that we have now.
@@ -435,22 +438,19 @@ class Replica:
             finally:
                 await stack.aclose()
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> Told:
         """Where we are."""
-        return {
-            "staged": self._aside[0].number if self._aside else None,
-            "problem": self._problem,
-            "failed": self._failed,
-            "held": self._held,
-        }
+        staged = self._aside[0].number if self._aside else None
+        return Told(staged=staged, problem=self._problem, failed=self._failed, held=self._held)
 
     async def _tell(self, acknowledge: int | None = None, *, withdraw: bool = False) -> None:
         """Report where we are. Raises `LeaseLost` when we got another seat meanwhile."""
         async with self._telling:
             seat, report = self._subscriber.seat_id, self._report()
-            if report["staged"] == acknowledge:
-                report["staged"] = None
-            await self._subscriber.report(acknowledged=acknowledge, withdraw=withdraw, **report)
+            if report.staged == acknowledge:
+                report = msgspec.structs.replace(report, staged=None)
+            told = msgspec.structs.replace(report, acknowledged=acknowledge)
+            await self._subscriber.report(told, withdraw=withdraw)
             if seat != self._subscriber.seat_id:
                 raise LeaseLost(f"{self.name} has a new seat, which is to be told too")
             self._told = seat, report

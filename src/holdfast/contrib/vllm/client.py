@@ -41,7 +41,6 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -57,6 +56,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.tensors import Source, size, sources
+from holdfast.text import several
 from holdfast.timeouts import DEFAULTS
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "PauseMode", "VllmServer", "compare", "expected"]
 
-PauseMode = Literal["wait", "abort", "keep"]
+PauseMode = Literal["wait", "abort"]
 
 ANSWER_BYTES_MAX = 64 * 1024
 CHECKSUM_BYTES_MAX = 32 * 1024 * 1024
@@ -213,14 +213,6 @@ class VllmServer:
 
     # ---- calls -------------------------------------------------------------------
 
-    async def ready(self) -> str:
-        """Return vLLM's version if the server is healthy and in dev mode; raise otherwise."""
-        if not await self.healthy():
-            raise Unavailable(f"vLLM at {self.url} is not healthy yet, or not any more")
-        answer = await self._call("GET", "/version")
-        await self.paused()
-        return str(answer.get("version", ""))
-
     async def healthy(self) -> bool:
         """Whether the server is reached and its engine runs. Says nothing about its weights."""
         try:
@@ -233,21 +225,20 @@ class VllmServer:
         """Take no new requests, end those that run, and empty the caches.
 
         With "wait", the default, the call lasts until the last running request has ended. On
-        `TimedOut` the server takes no new requests already: call again, or with "abort".
-        "keep" makes answers of two versions: see the top.
+        `TimedOut` the server takes no new requests already: call again, or with "abort". vLLM's
+        "keep" is not to be had: it makes answers of two versions, see the top.
         """
-        answer = await self._call("POST", "/pause", query={"mode": mode})
-        self._require(answer.get("status") == "paused", "/pause", answer)
+        await self._call("POST", f"/pause?mode={mode}", says={"status": "paused"})
 
     async def resume(self) -> None:
         """Take requests again. Only after a load that succeeded and was checked."""
-        answer = await self._call("POST", "/resume")
-        self._require(answer.get("status") == "resumed", "/resume", answer)
+        await self._call("POST", "/resume", says={"status": "resumed"})
 
     async def paused(self) -> bool:
         """Whether new requests have to wait. Old ones may still run: see the top."""
         answer = await self._call("GET", "/is_paused")
-        self._require(isinstance(answer.get("is_paused"), bool), "/is_paused", answer)
+        if not isinstance(answer.get("is_paused"), bool):
+            raise self._stranger("/is_paused", msgspec.json.encode(answer))
         return bool(answer["is_paused"])
 
     async def reload(self, path: str) -> None:
@@ -302,20 +293,19 @@ class VllmServer:
         if found.wrong:
             raise Corrupt(
                 f"vLLM at {self.url} serves other weights than were published: "
-                f"{_some(found.wrong)}: reload, and do not resume before this passes"
+                f"{several(found.wrong, 3)}: reload, and do not resume before this passes"
             )
         if found.unknown:
             raise Mistake(
                 f"the parameters of vLLM at {self.url} are not those that were expected: "
-                f"{_some(found.unknown)}"
+                f"{several(found.unknown, 3)}"
             )
         return found.blind
 
     async def set_version(self, version: int) -> None:
         """Label what is loaded: answers of `/inference/v1/generate` carry the label."""
-        body = {"new_version": str(version)}
-        answer = await self._call("POST", "/update_weight_version", body=body)
-        self._require(answer.get("new_version") == str(version), "/update_weight_version", answer)
+        label = {"new_version": str(version)}
+        await self._call("POST", "/update_weight_version", body=label, says=label)
 
     async def version(self) -> int | None:
         """The number that `set_version` gave last; None if the server has another label."""
@@ -332,12 +322,7 @@ class VllmServer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ---- HTTP --------------------------------------------------------------------
@@ -348,10 +333,14 @@ class VllmServer:
         path: str,
         *,
         body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
+        says: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        status, data = await self.ask(method, path, body=body, query=query)
-        return self._check(status, data, path)
+        """The answer, which must say these things."""
+        status, data = await self.ask(method, path, body=body)
+        answer = self._check(status, data, path)
+        if any(answer.get(name) != value for name, value in (says or {}).items()):
+            raise self._stranger(path, data)
+        return answer
 
     async def ask(
         self,
@@ -359,7 +348,6 @@ class VllmServer:
         path: str,
         *,
         body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
         limit: int = ANSWER_BYTES_MAX,
         limit_s: float | None = None,
         once: bool = False,
@@ -379,7 +367,6 @@ class VllmServer:
                 session.request(
                     method,
                     self.url + path,
-                    params=query,
                     data=msgspec.json.encode(body) if body is not None else None,
                     headers={**self._headers, "Content-Type": "application/json"},
                     timeout=limits,
@@ -431,10 +418,6 @@ class VllmServer:
         except msgspec.MsgspecError:
             raise self._stranger(path, data) from None
 
-    def _require(self, holds: bool, path: str, answer: Mapping[str, Any]) -> None:
-        if not holds:
-            raise self._stranger(path, msgspec.json.encode(answer))
-
     def _stranger(self, path: str, data: bytes) -> Mistake:
         return Mistake(
             f"{self.url} answers {path}, but not like vLLM ({_message(data)}): check the address"
@@ -453,8 +436,3 @@ def _message(data: bytes) -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:_MESSAGE_CHARS_MAX] or type(error).__name__
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -35,7 +35,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -56,7 +56,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger import Election, Ledger, LiveRuntime, join
 from holdfast.retry import Pauses
-from holdfast.tensors import Source
+from holdfast.text import several
 from holdfast.weights.layout import MAX_VERSION
 from holdfast.weights.pin import Pin
 from holdfast.weights.subscriber import LEASE_S, Subscriber
@@ -114,10 +114,9 @@ class VllmEngine(Engine):
         drain_s: float = 20.0,
         watch_s: float = 0.5,
         away_s: float = 5.0,
-        may: Callable[[], bool] = lambda: True,
     ) -> None:
         self.url = url.rstrip("/")
-        self.may = may
+        self.may: Callable[[], bool] = lambda: True
         """Whether the server is still ours, by our own clock."""
         self.problem = ""
         """Why the server cannot be used as it is; empty while it can."""
@@ -218,10 +217,7 @@ class VllmEngine(Engine):
         await self.revive()
         if pin.manifest.kind != "model":
             raise Mistake(f"version {pin.number} is no model: vLLM cannot be switched to it")
-        tensors = [
-            Source(one.name, one.dtype, one.shape, pin.raw(one.name))
-            for one in pin.manifest.tensors
-        ]
+        tensors = pin.sources()
         shapes = {one.name: one.shape for one in tensors}
         # A wrong shape breaks the server beyond healing, and missing tensors it does not notice.
         self._compare(pin.number, shapes)
@@ -244,11 +240,6 @@ class VllmEngine(Engine):
             self._open = False
             await self._stop()  # before the first load nobody has paused it for us
             await self._load(self._staged)
-
-    async def restore(self, pin: Pin) -> None:
-        """See `Engine.restore`: one good load, and the server is lost if that fails too."""
-        await self.stage(pin)
-        await self.switch(pin)
 
     async def pause(self) -> None:
         """See `Engine.pause`. A server that cannot be paused for `away_s` is lost."""
@@ -347,11 +338,7 @@ class VllmEngine(Engine):
         """Refuse tensors that are not those of the version that the server took before."""
         if self._shapes is None or shapes == self._shapes:
             return
-        names = sorted(
-            name
-            for name in shapes.keys() | self._shapes.keys()
-            if shapes.get(name) != self._shapes.get(name)
-        )
+        names = {name for name, _ in shapes.items() ^ self._shapes.items()}
         raise Mistake(
             f"version {version} has other tensors or shapes than what vLLM holds: {_some(names)}",
             version=version,
@@ -456,33 +443,23 @@ async def serve_vllm(
                         lease_s=lease_s,
                     )
                     losses = engine.losses
-                    async with subscriber, Replica(subscriber, engine), _retiring(engine):
-                        await engine.lost(losses)
+                    async with subscriber, Replica(subscriber, engine):
+                        try:
+                            await engine.lost(losses)
+                        finally:  # nobody keeps it in step once its replica has left
+                            await engine.retire()
                     pauses.reset()
             except (Retriable, UnknownOutcome, LeaseLost) as error:
                 await pauses.wait(error)
 
 
-@contextlib.asynccontextmanager
-async def _retiring(engine: VllmEngine) -> AsyncIterator[None]:
-    """Pause the server before its replica leaves: nobody would keep it in step afterwards."""
-    try:
-        yield
-    finally:
-        await engine.retire()
-
-
 def _same_names(version: int, wanted: frozenset[str], there: frozenset[str]) -> None:
-    if missing := sorted(there - wanted):
-        raise Mistake(
-            f"version {version} lacks what the model of vLLM has: {_some(missing)}",
-            version=version,
-        )
-    if unknown := sorted(wanted - there):
-        raise Mistake(
-            f"version {version} has what the model of vLLM has not: {_some(unknown)}",
-            version=version,
-        )
+    for what, names in (
+        ("lacks what the model of vLLM has", there - wanted),
+        ("has what the model of vLLM has not", wanted - there),
+    ):
+        if names:
+            raise Mistake(f"version {version} {what}: {_some(names)}", version=version)
 
 
 def _said(label: int | None) -> str:
@@ -491,6 +468,5 @@ def _said(label: int | None) -> str:
     return f"version {label}" if label <= MAX_VERSION else "an unfinished load"
 
 
-def _some(names: list[str]) -> str:
-    short = [name.rpartition(":")[2] for name in names]
-    return ", ".join(short[:3]) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
+def _some(names: Iterable[str]) -> str:
+    return several([name.rpartition(":")[2] for name in sorted(names)], 3)

@@ -40,7 +40,6 @@ from holdfast.proc import HeldPort
 from holdfast.rollout.episodes import Said, Say
 from holdfast.rollout.sampler import Sampler
 from holdfast.servers import HOST
-from holdfast.tensors import Source
 from holdfast.timeouts import DEFAULTS
 
 if TYPE_CHECKING:
@@ -257,11 +256,7 @@ class VllmSampler(Sampler):
         """What the server's checker must say: of every parameter, or of the vectors, which all
         types of models have as they are in the files.
         """
-        tensors = [
-            Source(one.name, one.dtype, one.shape, pin.raw(one.name))
-            for one in pin.manifest.tensors
-            if self._known or len(one.shape) == 1
-        ]
+        tensors = [one for one in pin.sources() if self._known or len(one.shape) == 1]
         return expected(tensors, dtype=_CODES[self._settings.dtype], tied=self._tied)
 
     async def _compare(self, wanted: dict[str, str]) -> None:
