@@ -29,6 +29,7 @@ from launch.node import (
     script,
     started,
 )
+from patience import HANG_S
 
 GRANDCHILD = """
 import os, subprocess, sys, time
@@ -65,11 +66,12 @@ async def test_an_end_that_comes_while_another_is_told_is_a_failure(tmp_path: Pa
     async with started(make_spec(script(tmp_path, FOREVER)), tmp_path) as workers:
         waiting = asyncio.ensure_future(workers.wait())
         await asyncio.sleep(0)
-        loop.add_reader(reading, lambda: (os.read(reading, 1), workers._changed.set()))
+        loop.add_reader(reading, workers._changed.set)
         os.write(writing, b"x")  # the loop hears of this first, and of the kill in the same turn
         os.kill(workers.pids[0], signal.SIGKILL)
         os.waitid(os.P_PID, workers.pids[0], os.WEXITED | os.WNOWAIT)
-        outcome = await asyncio.wait_for(waiting, HANG_S)
+        async with asyncio.timeout(HANG_S):
+            outcome = await waiting
         loop.remove_reader(reading)
     os.close(reading)
     os.close(writing)

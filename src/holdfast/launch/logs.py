@@ -202,9 +202,8 @@ class _Tailer:
             return
         self._deadline = time.monotonic() + drain_s
         self._end.set()
-        self._thread.join(
-            drain_s + DEFAULTS.log_copy_s
-        )  # it may be stuck in a write: then it is left behind
+        # It may be stuck in a write: then it is left behind.
+        self._thread.join(drain_s + DEFAULTS.log_copy_s)
 
     def _run(self) -> None:
         while not self._end.wait(DEFAULTS.log_copy_s):
