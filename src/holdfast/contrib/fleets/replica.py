@@ -31,6 +31,7 @@ import msgspec
 from holdfast import events
 from holdfast.contrib.fleets.follower import Follower
 from holdfast.contrib.fleets.plan import servable
+from holdfast.contrib.fleets.standing import Standing, Step, goal
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
 from holdfast.ledger import Runtime
 from holdfast.retry import AGAIN, Pauses
@@ -248,10 +249,21 @@ class Replica:
 
     def serving(self) -> int | None:
         """The version that may be served at this moment, or None."""
-        version = self._subscriber.acknowledged
-        if not self._open or version is None or version != self._loaded or not self._counts():
-            return None
-        return version if version in servable(self._follower.target) else None
+        return self.standing().serving(self._follower.target)
+
+    def standing(self) -> Standing:
+        """Where it stands now."""
+        aside = self._aside[0] if self._aside is not None else None
+        return Standing(
+            acknowledged=self._subscriber.acknowledged,
+            loaded=self._loaded,
+            aside=aside.number if aside else None,
+            whole=not (aside and aside.lost) and self._aside_losses == self._engine.losses,
+            failed=self._failed,
+            open=self._open,
+            paused=self._paused,
+            counts=self._counts(),
+        )
 
     def _counts(self) -> bool:
         """Whether the seat that the door was opened under is ours and should still count."""
@@ -310,20 +322,20 @@ class Replica:
 
     async def _guard(self) -> None:
         """Stop and begin serving as the target says. Never waits for a version to load."""
-        target, version = self._follower.target, self._subscriber.acknowledged
-        if self._open and not self._counts():
+        target, standing = self._follower.target, self.standing()
+        if standing.open and not standing.counts:
             async with self._door:
                 await self._close_door(lambda: False)
-        if version is not None and version not in servable(target):
+        if standing.must_shut(target):
             async with self._door:  # nobody else is about to open it
-                if self._subscriber.acknowledged != version:
+                if self._subscriber.acknowledged != standing.acknowledged:
                     return  # it was switched meanwhile
                 out = await self._close_door(lambda: self._follower.target == target)
             if out and target.phase == "holding":
                 self._held = target.round
         if self._told != (self._subscriber.seat_id, self._report()):
             await self._tell()
-        if not self._open and version in servable(target) and not self._door.locked():
+        if self.standing().may_open(target) and not self._door.locked():
             async with self._door:
                 await self._open_door()
 
@@ -347,28 +359,25 @@ class Replica:
     async def _load(self) -> None:
         """Stage what is to be staged, switch to what is to be served."""
         target = self._follower.target
-        goal = target.staging if target.staging is not None else next(iter(target.allowed), None)
-        if self._aside is not None and (
-            self._aside[0].number != goal
-            or self._aside[0].lost
-            or self._aside_losses != self._engine.losses
-        ):
-            await self._drop()
-        if self._failed not in (None, goal):  # so that the next round for it is a new try
-            self._failed, self._problem = None, ""
-            await self._tell()
-        if goal is None or goal == self._subscriber.acknowledged == self._loaded:
-            return
+        while (step := self.standing().loading(target)) is not None:
+            if step is Step.DROP:
+                await self._drop()
+            elif step is Step.FORGIVE:
+                self._failed, self._problem = None, ""
+                await self._tell()
+            else:
+                wanted = goal(target)
+                assert wanted is not None
+                await self._try(self._stage if step is Step.STAGE else self._switch, wanted)
+
+    async def _try(self, load: Callable[[int], Awaitable[None]], version: int) -> None:
         try:
-            if self._aside is None:
-                await self._stage(goal)
-            if target.allowed and goal == target.allowed[0] and target.phase != "holding":
-                await self._switch(goal)
+            await load(version)
         except (Retriable, UnknownOutcome, LeaseLost):
             raise
         except Exception as error:
             await self._drop()
-            await self._fail(goal, error)
+            await self._fail(version, error)
             again = Unavailable(self._problem, retry_after_s=DEFAULTS.fleet_retry_s)
             raise again from error  # tried again
 

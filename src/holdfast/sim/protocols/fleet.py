@@ -178,7 +178,11 @@ class FleetProtocol(Protocol):
         )
 
     def observe(self, batch: Batch) -> None:
-        """Take note of what was acknowledged, and look at every new target."""
+        """Take note of what was acknowledged, and look at every new target and every replica."""
+        for some in self._replicas.values():
+            for node, replica in some.items():
+                if not node.dead:
+                    replica.standing().validate()
         for event in batch.events:
             if event.entry is None:
                 self._see_swept(event.key)
