@@ -220,7 +220,8 @@ def test_a_foreign_gateway_is_believed_soon(library: Library) -> None:
     for name in ("forward_backward", "optim_step", "retrieve_future"):
         library.dumb.play(name, BARE)
         stray_s.append(library.do("step")["took_s"])
-    assert statistics.median(stray_s) - plain_s <= 0.5
+    # One more request is sent, which takes less than a whole step does here and now.
+    assert statistics.median(stray_s) - 2 * plain_s <= 0.5
     library.dumb.came.clear()
     library.dumb.lost = one_in_five(2)
     assert [library.do("step")["ok"]["step:max"] for _ in range(3)] == [14.0, 16.0, 18.0]

@@ -72,7 +72,7 @@ async def swept(publisher: Publisher, world: House, *gone: int) -> None:
 async def test_what_is_published_is_loaded_acknowledged_and_swept(world: House) -> None:
     """A version is loaded bit for bit; what the policy does not keep and nobody needs goes."""
     async with world.publisher(keep_last=2) as publisher, world.subscriber() as reader:
-        await refused(reader.pin(), NotFound, "nothing was published")
+        await refused(reader.pin(), NotFound, "there is nothing to load")
         for step in range(5):
             published = await publisher.publish(step, weights(step), files={"config.json": b"{}"})
             async with reader.pin() as pin:
