@@ -14,7 +14,8 @@ def test_a_killed_run_goes_on(tmp_path: Path, new: Side) -> None:
     """It ends; what was recorded before the kill is as it was; the checker finds nothing.
 
     Bits hold on one type of CPU only, so what is compared is what must hold anywhere: the steps
-    that had been done when it was killed.
+    that had been done when it was killed. On another type of CPU a lost sample cannot be made
+    again: then the run ends and says so.
     """
     folder = unpack("run", tmp_path)
     killed = folder / "killed"
@@ -26,7 +27,13 @@ def test_a_killed_run_goes_on(tmp_path: Path, new: Side) -> None:
     prefix = f"/runs/{facts(folder)['run']}/steps/"
     recorded = _values(new, url, prefix)
     assert len(before.splitlines()) >= 2, "the fixture was killed too early"
-    said = new.command("run", "--plain", "--resume", str(killed))
+    try:
+        said = new.command("run", "--plain", "--resume", str(killed))
+    except AssertionError as ended:  # the samples of step 4 are made again: other bits here
+        if "came out differently" not in str(ended):
+            raise
+        assert recorded.items() <= _values(new, url, prefix).items()
+        return
     after = (killed / "metrics.jsonl").read_bytes()
     assert after.startswith(before)
     steps = [one["step"] for one in map(json.loads, after.splitlines()) if "loss" in one]

@@ -55,6 +55,7 @@ def _samples() -> dict[str, Any]:
         "array objects 0-d": np.array("x", dtype=object),
         "array of arrays": {"a": _objects(np.array(["x"]), np.array([1, None], dtype=object))},
         "text of numpy": np.str_("x"),
+        "bytes of numpy": [np.bytes_(b"x"), np.float32(1.5), np.bool_(True)],
         "number of numpy": np.int64(-3),
         "inside of numpy": [np.bytes_(b"x"), {"reward": np.float32(1.5)}, np.bool_(True)],
         "tensor 0-d": torch.tensor(2.5, dtype=torch.bfloat16),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast import events, faults
-from holdfast.errors import Corrupt, Mistake, Unavailable
+from holdfast.errors import Mistake, Unavailable
 from holdfast.rollout.asks import Answer, Ask, keys_of
 from holdfast.rollout.environments import Judge, Purpose, Spoilt
 from holdfast.rollout.episodes import play
@@ -143,8 +143,11 @@ class Replica:
                 was = sample.fields[field]
                 now = await self._store.aput({was.key: value}, generation=was.generation)
                 if now[was.key].checksum != was.checksum:
-                    raise (Corrupt if self._sampler.exact else Mistake)(
-                        f"{item.key}: {field} came out differently", key=was.key
+                    raise Mistake(
+                        f"{item.key}: {field} was lost and came out differently when it was made "
+                        "again: this machine computes other bits (another type of CPU, or an "
+                        "engine that does not repeat itself). Go on where the run was begun",
+                        key=was.key,
                     )
 
     async def _have(self, version: int) -> None:
