@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import holdfast.ledger
 from holdfast import doctor
-from holdfast.doctor import EXTRAS, Check, check_ledger, examine, render
+from holdfast.doctor import EXTRAS, Check, check_ledger, examine
 from patience import HANG_S
 
 GIB = 1 << 30
@@ -26,7 +26,6 @@ BROKEN = "[timeouts]\nledger_lease_s = 1.0\n"
     ("check", "status", "said"),
     [
         (doctor.check_python((3, 11, 0)), "ok", "3.11.0"),
-        (doctor.check_python((4, 0, 0)), "ok", "4.0.0"),
         (doctor.check_python((3, 10, 14)), "fail", "3.11"),
         (doctor.check_disk(HERE, 100 * GIB), "ok", "100.0 GiB"),
         (doctor.check_disk(HERE, 5 * GIB), "warn", "5.0 GiB"),
@@ -46,7 +45,6 @@ BROKEN = "[timeouts]\nledger_lease_s = 1.0\n"
         (doctor.check_file_system(HERE, "fuse.mystery", "/x", sqlite=True), "warn", "local"),
         (doctor.check_file_system(HERE, "unknown", "/", sqlite=True), "warn", "local"),
         (doctor.check_clock(7200.0, True, BOOT), "ok", "up 2.0 h, synchronised"),
-        (doctor.check_clock(7200.0, None, BOOT), "ok", "unknown"),
         (doctor.check_clock(7200.0, False, BOOT), "warn", "chrony"),
         (doctor.check_clock(None, True, BOOT), "fail", "BOOTTIME"),
         (doctor.check_clock(7200.0, True, None), "fail", "/proc"),
@@ -54,11 +52,8 @@ BROKEN = "[timeouts]\nledger_lease_s = 1.0\n"
         (doctor.check_open_files(-1, -1), "ok", "unlimited"),
         (doctor.check_open_files(1024, 524_288), "warn", "ulimit -n"),
         (doctor.check_open_files(64, 64), "fail", "ulimit -n"),
-        (doctor.check_loopback(4242), "ok", "4242"),
         (doctor.check_loopback(None, "no such device"), "fail", "no such device"),
-        (doctor.check_extra("etcd", []), "ok", "aiohttp installed"),
         (doctor.check_extra("etcd", ["aiohttp"]), "warn", "pip install 'holdfast[etcd]'"),
-        (doctor.check_server("etcd", "/usr/bin/etcd"), "ok", "/usr/bin/etcd"),
         (doctor.check_server("etcd", None), "ok", "not installed"),
         (doctor.check_timeouts("", "run.toml"), "ok", "0 set"),
         (doctor.check_timeouts("[timeouts]\nledger_lease_s = 20.0\n", "run.toml"), "ok", "1 set"),
@@ -88,20 +83,6 @@ def test_every_extra_is_looked_for() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     assert set(EXTRAS) == set(extras)
-
-
-def test_the_table_is_plain_and_complete() -> None:
-    """One line per finding, advice below it, a sum at the end, no control characters."""
-    checks = [
-        Check("disk", "ok", "fine"),
-        Check("a longer name", "warn", "so so", "look at it"),
-        Check("x", "fail", "bad", "mend it"),
-    ]
-    lines = render(checks).splitlines()
-    assert lines[0] == "ok    disk           fine"
-    assert lines[2].strip() == "-> look at it"
-    assert lines[-1] == "3 checks, 1 failed, 1 warning"
-    assert all(line.isprintable() for line in lines)
 
 
 # ---- this machine ------------------------------------------------------------------

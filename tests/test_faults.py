@@ -157,13 +157,15 @@ def test_arming_and_disarming() -> None:
 
 
 def test_several_clauses_for_one_point() -> None:
-    """They count the same hits and act in their order."""
-    faults.arm("test.here:delay=0@1+;test.here:raise=Unavailable@2;test.here:raise=NoRoom@3")
+    """They count the same hits and act in their order; errors of the system look real."""
+    errors = "test.here:raise=Unavailable@2;test.here:raise=OSError(ENOSPC)@3"
+    faults.arm(f"test.here:delay=0@1+;{errors}")
     faults.point(HERE)
     with pytest.raises(Unavailable):
         faults.point(HERE)
-    with pytest.raises(NoRoom):
+    with pytest.raises(OSError, match="No space left") as caught:
         faults.point(HERE)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_threads_count_together() -> None:
@@ -263,16 +265,7 @@ def test_a_firing_is_an_event_and_a_line(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         with pytest.raises(Unavailable):
             faults.point(HERE)
-    told = [event for event in events.read(tmp_path / "events") if isinstance(event, FaultFired)]
-    assert [(one.point, one.action, one.hit) for one in told] == [
-        ("test.here", "raise", 2),
-        ("test.here", "raise", 3),
-    ]
-    lines = [json.loads(line) for line in (tmp_path / "faults").read_text().splitlines()]
-    assert [(one["point"], one["hit"], one["pid"]) for one in lines] == [
-        ("test.here", 2, os.getpid()),
-        ("test.here", 3, os.getpid()),
-    ]
+    assert fired(tmp_path) == [("test.here", "raise", 2), ("test.here", "raise", 3)]
     monkeypatch.setenv("HOLDFAST_FAULTS_LOG", str(tmp_path / "no" / "faults"))
     with pytest.raises(Mistake, match="HOLDFAST_FAULTS_LOG"):
         faults.point(HERE)
@@ -397,14 +390,6 @@ def test_once_is_remembered_by_the_log(tmp_path: Path, monkeypatch: pytest.Monke
         faults.point(HERE)
     faults.arm("test.here:raise=Unavailable@1!")
     faults.point(HERE)
-
-
-def test_a_process_with_another_plan_is_left_alone(tmp_path: Path) -> None:
-    """Points that the plan does not name, or hits that never come, do nothing."""
-    with worker(tmp_path, "test.there:kill;test.here:kill@6") as child:
-        assert said(child, 99) == b"12345."
-        assert child.process.wait(HANG_S) == 0
-    assert fired(tmp_path) == []
 
 
 def imported(tmp_path: Path, plan: str) -> tuple[int, str]:

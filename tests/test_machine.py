@@ -1,13 +1,11 @@
 """What the machine says about itself."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 from holdfast.machine import (
     UNKNOWN_FILE_SYSTEM,
-    boot_id,
     file_system_of,
     is_network_file_system,
     mounts,
@@ -64,9 +62,3 @@ def test_file_systems_of_the_network_are_known() -> None:
         assert is_network_file_system(fstype)
     for fstype in ("ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "fuse"):
         assert not is_network_file_system(fstype)
-
-
-def test_the_boot_id_is_one_per_boot() -> None:
-    """It looks like one, and does not change while we run."""
-    assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", boot_id())
-    assert boot_id() == boot_id()

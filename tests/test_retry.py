@@ -258,13 +258,6 @@ def test_a_bad_policy_is_refused(name: str, value: Any) -> None:
 # ---- plain retry -------------------------------------------------------------------
 
 
-def test_success_at_once_asks_nobody_and_tells_nothing(world: World) -> None:
-    """Without a failure nobody waits, nobody is asked, nothing is told."""
-    authority = Authority(world, True)
-    assert world.call(STEADY, lambda: 7, verify=authority) == 7
-    assert (world.clock.waits, authority.asked, world.heard) == ([], [], [])
-
-
 def test_recovers_and_tells_every_decision(world: World) -> None:
     """The hook sees each failure with its wait, and the recovery."""
     errors = down(2)
@@ -278,17 +271,17 @@ def test_recovers_and_tells_every_decision(world: World) -> None:
 
 
 def test_exhausted_raises_the_last_error_itself(world: World) -> None:
-    """The very object that was raised last comes out, with its attempt and a note."""
-    errors = down(9)
-    last = errors[4]
+    """The very object that was raised last comes out, with its attempt and a note; the authority
+    is not asked when there is no attempt left to ask for."""
+    errors, authority = down(9), Authority(world, True)
     with pytest.raises(Unavailable) as caught:
-        world.call(STEADY, Failing(*errors))
-    assert caught.value is last
-    assert last.attempt == 5
-    assert last.__notes__ == ["retry: attempt 5 of 5: exhausted"]
-    assert last.__cause__ is None
-    assert last.__context__ is None
+        world.call(STEADY, Failing(*errors), verify=authority)
+    assert caught.value is errors[4]
+    assert caught.value.attempt == 5
+    assert caught.value.__notes__ == ["retry: attempt 5 of 5: exhausted"]
+    assert caught.value.__context__ is None
     assert world.verdicts == ["retry"] * 4 + ["exhausted"]
+    assert max(attempt for _, attempt in authority.asked) == 4
 
 
 @pytest.mark.parametrize(
@@ -433,20 +426,22 @@ def test_what_a_failed_call_held_is_freed_with_its_error() -> None:
 # ---- verified retry ----------------------------------------------------------------
 
 
-def test_verified_recovers_while_running(world: World) -> None:
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        # Asked at the failure (0, 2) and, the answers being old by then, before sending (2, 6).
+        (STEADY, [(0.0, 1), (2.0, 1), (2.0, 2), (6.0, 2)]),
+        # After a short wait the first answer still counts.
+        (Policy(base_s=FRESH_S, factor=1.0, max_s=FRESH_S, jitter=0.0), [(0.0, 1), (FRESH_S, 2)]),
+    ],
+)
+def test_verified_recovers_while_running(
+    world: World, policy: Policy, asked: list[tuple[float, int]]
+) -> None:
     """A 404 is retried while the authority says that the job runs."""
     authority = Authority(world, True)
-    assert world.call(STEADY, Failing(*lost(2)), on=NotFound, verify=authority) == "done"
-    # Asked at the failure (0, 2) and, the answers being old by then, before sending (2, 6).
-    assert authority.asked == [(0.0, 1), (2.0, 1), (2.0, 2), (6.0, 2)]
-
-
-def test_verified_asks_once_when_the_answer_is_still_fresh(world: World) -> None:
-    """After a short wait the first answer still counts."""
-    policy = Policy(base_s=FRESH_S, factor=1.0, max_s=FRESH_S, jitter=0.0)
-    authority = Authority(world, True)
     assert world.call(policy, Failing(*lost(2)), on=NotFound, verify=authority) == "done"
-    assert authority.asked == [(0.0, 1), (FRESH_S, 2)]
+    assert authority.asked == asked
 
 
 @pytest.mark.parametrize(
@@ -475,16 +470,6 @@ def test_without_a_yes_the_original_error_comes_at_once(
     assert errors[0].__context__ is None
     assert (fn.calls, world.verdicts) == (1, verdicts)
     assert world.clock.waits == [2.0] * (len(answers) - 1)
-
-
-def test_verified_exhausts(world: World) -> None:
-    """While the job runs and the 404 stays, the budget is spent and the last 404 raised."""
-    fn, authority = Failing(*lost(9)), Authority(world, True)
-    with pytest.raises(NotFound, match="404 5") as caught:
-        world.call(STEADY, fn, on=NotFound, verify=authority)
-    assert (fn.calls, caught.value.attempt) == (5, 5)
-    assert world.clock.waits == [2.0, 4.0, 8.0, 8.0]
-    assert max(attempt for _, attempt in authority.asked) == 4  # nothing left to ask for
 
 
 def test_asking_uses_up_the_wait(world: World) -> None:
@@ -542,7 +527,8 @@ def test_silence_of_the_authority_raises_the_original(
 
 
 class Store:
-    """Answers from a script: for each key, what it gives on the 1st, 2nd, ... asking."""
+    """Answers from a script: for each key, what it gives on the 1st, 2nd, ... asking; then None,
+    which is a value like any other."""
 
     def __init__(self, script: Mapping[str, list[Any]]) -> None:
         self.script = {key: list(outcomes) for key, outcomes in script.items()}
@@ -552,19 +538,10 @@ class Store:
         self.asked.append(list(pending))
         answer = {}
         for key in reversed(pending):  # the order of the answer does not matter
-            outcome = self.script[key].pop(0) if self.script[key] else "late"
+            outcome = self.script[key].pop(0) if self.script[key] else None
             if outcome is not ...:
                 answer[key] = outcome
         return answer
-
-
-def test_subset_sends_only_failed_keys_again(world: World) -> None:
-    """Keys that have a value are not asked for again; the order of the keys stays."""
-    store = Store({"a": [1], "b": [Unavailable("x"), 2], "c": [3], "d": [..., ..., None]})
-    got = world.subset(STEADY, ["d", "b", "c", "a"], store)
-    assert list(got.items()) == [("d", None), ("b", 2), ("c", 3), ("a", 1)]
-    assert store.asked == [["d", "b", "c", "a"], ["d", "b"], ["d"]]
-    assert world.verdicts == ["retry", "retry", "recovered"]
 
 
 def test_subset_that_is_exhausted_names_keys_and_reasons(world: World) -> None:
@@ -582,8 +559,6 @@ def test_subset_that_is_exhausted_names_keys_and_reasons(world: World) -> None:
     assert str(error).startswith("24 of 25 keys failed: 'k00': Unavailable: no k00, 'k01': ")
     assert str(error).endswith("'k10': Unavailable: no k10 and 14 more")
     assert error.attempt == 5
-    assert error.__notes__ == ["retry: attempt 5 of 5: exhausted"]
-    assert error.__cause__ is None
     assert error.__context__ is None
 
 

@@ -348,6 +348,8 @@ class Timeouts(BaseModel):
     """How long a trainer that is starting may take to answer one question."""
     health_check_s: Seconds = 20.0
     """How long one health check of a node may take."""
+    health_every_s: Seconds = 60.0
+    """How long a node waits between two rounds of health checks."""
     hang_look_s: Seconds = 0.5
     """How often a node looks at its workers' beats."""
     signalled_s: Seconds = 0.5

@@ -12,8 +12,10 @@ from click.testing import CliRunner
 from holdfast.chaos.commands import chaos
 from holdfast.errors import Mistake
 from holdfast.proc import Child, spawn
+from kids import state
+from patience import auntil
 
-from .wires import LIMIT_S, state, until
+from .wires import LIMIT_S
 
 COMMAND = [sys.executable, "-c", "from holdfast.chaos.commands import chaos; chaos()"]
 
@@ -70,19 +72,19 @@ def test_the_proxy_cuts_and_heals_by_the_clock() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_kill_ended_by_a_signal_leaves_nobody_stopped(number: int) -> None:
-    """A paused victim is continued before the command ends."""
-    with (
-        spawn(["sleep", "600"]) as victim,
-        start("kill", str(victim.pid), "--kinds", "pause", "--every", "10ms", "--pause", "10m",
-              "--for", "1h") as child,
-    ):  # fmt: skip
-        await until(lambda: state(victim.pid) == "T")
-        child.signal(number)
-        assert child.wait(LIMIT_S) == 0
-        await until(lambda: state(victim.pid) != "T")
-        told = rest(child)
-        assert f"{victim.pid}  pause for" in told
-        assert f"{victim.pid}  continue" in told
+    """Every paused victim is continued before the command ends."""
+    with spawn(["sleep", "600"]) as one, spawn(["sleep", "600"]) as other:
+        pids = [one.pid, other.pid]
+        with start("kill", *map(str, pids), "--kinds", "pause", "--every", "10ms",
+                   "--pause", "10m", "--for", "1h") as child:  # fmt: skip
+            await auntil(lambda: all(state(pid) == "T" for pid in pids))
+            child.signal(number)
+            assert child.wait(LIMIT_S) == 0
+            told = rest(child)
+        await auntil(lambda: all(state(pid) != "T" for pid in pids))
+        for pid in pids:
+            assert f"{pid}  pause for" in told
+            assert f"{pid}  continue" in told
 
 
 def test_kill_kills() -> None:

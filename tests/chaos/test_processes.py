@@ -1,6 +1,5 @@
 """Kills and pauses: the plan is a function of its seed, the signals reach the right ones."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -23,8 +22,10 @@ from holdfast.chaos.processes import (
 )
 from holdfast.errors import Gone, Mistake
 from holdfast.proc import Child, spawn
+from kids import state
+from patience import auntil
 
-from .wires import LIMIT_S, state, until
+from .wires import LIMIT_S
 
 
 @pytest.fixture
@@ -99,9 +100,6 @@ def test_a_senseless_plan_is_refused(arguments: dict[str, object]) -> None:
         plan(**(usual | arguments))  # type: ignore[arg-type]
 
 
-# ---- carrying it out ------------------------------------------------------------------
-
-
 async def test_a_kill_kills_that_process_and_no_other(sleeper: Child) -> None:
     """SIGKILL reaches the one named; the report says so."""
     with spawn(["sleep", "600"]) as other:
@@ -114,29 +112,7 @@ async def test_a_kill_kills_that_process_and_no_other(sleeper: Child) -> None:
         assert [(one.result, one.pid) for one in told] == [("done", sleeper.pid)]
 
 
-async def test_a_pause_stops_and_continues(sleeper: Child) -> None:
-    """Stopped for its time, running afterwards."""
-    runner = asyncio.ensure_future(
-        carry_out([Action(0.0, "pause", "a", 1.0)], {"a": identify(sleeper.pid)})
-    )
-    await until(lambda: state(sleeper.pid) == "T")
-    outcomes = await runner
-    assert [one.result for one in outcomes] == ["done", "continued"]
-    assert outcomes[1].at_s >= 1.0
-    await until(lambda: state(sleeper.pid) != "T")
-
-
-async def test_a_cancelled_runner_leaves_nobody_stopped(sleeper: Child) -> None:
-    """Cancelled in the middle of pauses, it continues them first."""
-    with spawn(["sleep", "600"]) as other:
-        targets = {"a": identify(sleeper.pid), "b": identify(other.pid)}
-        actions = [Action(0.0, "pause", "a", 600.0), Action(0.0, "pause", "b", 600.0)]
-        runner = asyncio.ensure_future(carry_out(actions, targets))
-        await until(lambda: state(sleeper.pid) == state(other.pid) == "T")
-        runner.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await runner
-        await until(lambda: "T" not in (state(sleeper.pid), state(other.pid)))
+# ---- carrying it out ------------------------------------------------------------------
 
 
 async def test_a_failing_listener_leaves_nobody_stopped(sleeper: Child) -> None:
@@ -147,7 +123,7 @@ async def test_a_failing_listener_leaves_nobody_stopped(sleeper: Child) -> None:
 
     with pytest.raises(ZeroDivisionError):
         await carry_out([Action(0.0, "pause", "a", 600.0)], {"a": identify(sleeper.pid)}, fail)
-    await until(lambda: state(sleeper.pid) != "T")
+    await auntil(lambda: state(sleeper.pid) != "T")
 
 
 async def test_a_reused_pid_is_not_touched(sleeper: Child) -> None:
@@ -165,7 +141,7 @@ async def test_what_has_ended_is_gone(sleeper: Child) -> None:
     """Dead processes, zombies and unknown names are reported, and nothing is signalled."""
     identity = identify(sleeper.pid)
     os.kill(sleeper.pid, signal.SIGKILL)
-    await until(lambda: state(sleeper.pid) == "Z")
+    await auntil(lambda: state(sleeper.pid) == "Z")
     with pytest.raises(Gone):
         identify(sleeper.pid)
     for _ in range(2):  # as a zombie, then not there at all
@@ -230,7 +206,9 @@ async def test_a_planned_storm_on_real_processes() -> None:
         assert time.monotonic() - start < LIMIT_S
         assert {one.result for one in outcomes} == {"done", "continued"}, f"seed {seed}"
         for one in outcomes:
-            assert one.at_s >= one.action.at_s
+            length_s = one.action.pause_s if one.result == "continued" else 0.0
+            assert one.at_s >= one.action.at_s + length_s
+            assert one.pid == children[one.action.target].pid
         killed = {one.target for one in actions if one.kind == "kill"}
         for name, child in children.items():
             if name in killed:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from holdfast.chaos.proxy import Proxy
@@ -106,15 +105,3 @@ async def exchange(proxy: Proxy, data: bytes) -> bytes:
 
 def noise(size: int, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(size)
-
-
-def state(pid: int) -> str:
-    """What a process does: T if it is stopped, Z if it has ended."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat[stat.rindex(")") + 2]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -1,6 +1,5 @@
 """The native client: the caller's numbers, futures that can be taken up, errors that say what."""
 
-import asyncio
 import collections
 import gzip
 from pathlib import Path
@@ -56,17 +55,6 @@ async def test_a_successor_sends_again_and_takes_up_the_future(client: Client, d
         assert await taken.result() == await promise.result()
         await successor.submit("optim_step", name, 2, STEP)
     assert await dumb.applied() == {name: 2}
-
-
-async def test_operations_that_arrive_in_another_order(client: Client, dumb: Dumb) -> None:
-    """Numbers decide, not arrivals."""
-    name = await model(client)
-    sent = [asyncio.create_task(client.submit("optim_step", name, n, STEP)) for n in (3, 2)]
-    while not all(task.get_coro() for task in sent):
-        await asyncio.sleep(0)
-    await client.submit("optim_step", name, 1, STEP)
-    await asyncio.gather(*sent)
-    assert await dumb.applied() == {name: 3}
 
 
 async def test_the_route_gets_lost_in_between(client: Client, dumb: Dumb, tmp_path: Path) -> None:

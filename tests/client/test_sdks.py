@@ -133,11 +133,15 @@ def test_nothing_happens(library: Library) -> None:
     assert library.do("close")["took_s"] < HANG_S
 
 
-def test_forward_backward_is_sent_again_while_running(library: Library) -> None:
-    """404s on submit while RUNNING never reach the caller, and nothing is done twice."""
-    model = library.connect()
+def test_404s_while_running_never_reach_the_caller(library: Library) -> None:
+    """The seed's race: RUNNING, but the gateway's routes lag, at connect, on submits and on polls.
+    The same bytes are sent again, nothing is done twice, and no poll takes a new number."""
+    for name in ("get_server_capabilities", "probe", "create_session", "create_model"):
+        library.dumb.play(name, LOST, LOST)
+    model = library.connect(warm_up_s=20)
     library.dumb.play("forward_backward", LOST, LOST)
     library.dumb.play("optim_step", LOST)
+    library.dumb.play("retrieve_future", LOST, LOST, LOST)
     said = library.do("step")
     assert said["ok"]["step:max"] == 2.0, said
     assert sorted(library.submits()) == [
@@ -148,18 +152,9 @@ def test_forward_backward_is_sent_again_while_running(library: Library) -> None:
         ("optim_step", 404),
     ]
     assert len(library.bodies("forward_backward")) == len(library.bodies("optim_step")) == 1
-    assert library.applied(model) == ["forward_backward", "optim_step"]
-
-
-def test_a_poll_404_is_polled_again_and_takes_no_new_number(library: Library) -> None:
-    """404s on polls while RUNNING: one submit per operation, one number, one effect."""
-    model = library.connect()
-    library.dumb.play("retrieve_future", LOST, LOST, LOST)
-    assert library.do("step")["ok"]["step:max"] == 2.0
-    assert sorted(library.submits()) == [("forward_backward", 200), ("optim_step", 200)]
-    assert library.applied(model) == ["forward_backward", "optim_step"]
     library.dumb.play("retrieve_future", LOST)
     assert library.do("forward_backward")["ok"]["seq:max"] == 3.0, "a number was skipped"
+    assert library.applied(model) == ["forward_backward", "optim_step", "forward_backward"]
 
 
 @pytest.mark.parametrize("state", ["DELETED", "FAILED", "PAUSED"])
@@ -179,15 +174,6 @@ def test_it_fails_at_once_when_the_job_is_gone(library: Library, state: str) -> 
     assert said["error"] == "ValueError", said
     assert library.submits() == [("forward_backward", 200)]
     assert library.applied(model) == ["forward_backward"]
-
-
-def test_a_route_that_comes_late_is_waited_for_at_connect(library: Library) -> None:
-    """The seed's race: RUNNING, but the gateway's routes lag; the caller sees none of it."""
-    for name in ("get_server_capabilities", "probe", "create_session", "create_model"):
-        library.dumb.play(name, LOST, LOST)
-    model = library.connect(warm_up_s=20)
-    assert library.do("step")["ok"]["step:max"] == 2.0
-    assert library.applied(model) == ["forward_backward", "optim_step"]
 
 
 def after(limit_s: float) -> Callable[[], bool]:
@@ -245,15 +231,6 @@ def test_a_route_that_is_stale_for_20_s(library: Library) -> None:
     gone = library.do("step")
     assert "error" in gone, gone
     assert gone["took_s"] < 3.0
-
-
-def test_without_us_the_library_gives_up(library: Library) -> None:
-    """Why all this: alone, it raises on the first 404, though the job is RUNNING."""
-    library.connect(wrapped=False)
-    library.dumb.play("retrieve_future", LOST)
-    assert library.do("forward_backward")["error"] == "ValueError"
-    library.dumb.play("forward_backward", LOST)
-    assert library.do("forward_backward")["error"] == "NotFoundError"
 
 
 def test_a_library_without_the_way_in_is_refused(library: Library) -> None:

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
 from holdfast.errors import Unavailable
 from holdfast.fetch import fetch
 from holdfast.proc import spawn
-from patience import HANG_S
+from patience import HANG_S, until
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -38,15 +38,6 @@ def unpack(name: str, folder: Path) -> Path:
 def facts(folder: Path) -> Any:
     """What the maker of a fixture knew of it."""
     return json.loads((folder / "facts.json").read_text())
-
-
-def until(what: str, ready: Callable[[], object], limit_s: float = LIMIT_S) -> Any:
-    """Wait until something is so; what it said."""
-    deadline = time.monotonic() + limit_s
-    while not (found := ready()):
-        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 class Process:
@@ -193,7 +184,7 @@ class Service:
         return {**said, "state": said["state"].removeprefix("JOB_STATE_")}
 
     def wait(self, job: str, state: str = "RUNNING") -> None:
-        until(f"{job} is {state}", lambda: self.job(job)["state"] == state)
+        until(lambda: self.job(job)["state"] == state, f"{job} is {state}")
 
     def trainer(self, job: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Ask a job's trainer, through the gateway; again while that says "later"."""
@@ -225,5 +216,5 @@ def serve(side: Side, folder: Path, *flags: str, ledger: str = "") -> Iterator[S
     words = ("-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder), "--port", "0")
     with side.start(*words, *flags) as process:
         service = Service(process, folder)
-        until("the service serves", service.ready)
+        until(service.ready, "the service serves")
         yield service

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from compat.sides import PROGRAMS, Process, Side, serve, until
+from compat.sides import PROGRAMS, Process, Side, serve
+from patience import until
 
 Sides = tuple[Side, Side]
 NODE = """
@@ -126,12 +127,12 @@ def test_nodes_of_one_cycle(tmp_path: Path, url: str, sides: Sides) -> None:
 
     one, other = sides
     with start(one, "n0") as first, start(other, "n1") as second:
-        met = until("a cycle of both", lambda: workers(2))
+        met = until(lambda: workers(2), "a cycle of both")
         assert sorted(told["RANK"] for told in met) == ["0", "1"]
         assert {told["WORLD_SIZE"] for told in met} == {"2"}
         assert len({told["MASTER_PORT"] for told in met}) == 1
         os.kill(int(met[0]["pid"]), signal.SIGKILL)
-        again = until("the next cycle", lambda: workers(4))[:]
+        again = until(lambda: workers(4), "the next cycle")[:]
         assert sorted(told["RANK"] for told in again) == ["0", "0", "1", "1"]
         for side in sides:
             status = json.loads(side.command("status", "r", "--ledger", url, "--json"))
@@ -157,7 +158,7 @@ def test_gateway_and_host(tmp_path: Path, url: str, sides: Sides) -> None:
         if one.package is not None:
             assert Path(told[0]["package"]) == one.package / "holdfast"
         os.kill(told[0]["pid"], signal.SIGKILL)
-        until("the next incarnation", lambda: gateway.job("a")["epoch"] == 2)
+        until(lambda: gateway.job("a")["epoch"] == 2, "the next incarnation")
         assert gateway.post("a", "hello", {})["epoch"] == 2
         for service, what, state in (
             (gateway, "pause", "PAUSED"),

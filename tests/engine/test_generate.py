@@ -78,34 +78,24 @@ def test_token_logprobs() -> None:
     np.testing.assert_allclose(found.numpy(), [-0.40760597, -100.0], rtol=1e-6)
 
 
-def test_about_the_prompt(lively: Tenant) -> None:
-    """The prompt's log probabilities: the first is not scored; top-k beside them."""
-    scored = whole(lively, PROMPT)
-    settings = Settings(max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=2)
+@pytest.mark.parametrize(("last", "given"), [(0, 0), (2, 2), (4, 4), (5, 4), (99, 4), (None, 4)])
+def test_about_the_prompt(lively: Tenant, last: int | None, given: int) -> None:
+    """The model's numbers for the prompt's tokens, and the likeliest beside them: of the last n
+    places, of all but the first, which has none; the rest is blank."""
+    settings = Settings(
+        max_tokens=0, prompt_logprobs=True, prompt_logprobs_last_n=last, topk_prompt_logprobs=2
+    )
     generation = generate(lively, PROMPT, settings, num_samples=1, seed=0)
     found, topk = generation.about.logprobs, generation.about.topk
     assert found is not None
     assert topk is not None
-    assert np.isnan(found[0])
-    np.testing.assert_allclose(found[1:], scored[range(4), PROMPT[1:]].numpy(), atol=1e-5)
-    assert topk.tokens.shape == topk.logprobs.shape == (5, 2)
-    assert topk.tokens[0].tolist() == [0, 0]
-    assert topk.logprobs[0].tolist() == [ABSENT, ABSENT]
-    assert topk.tokens[1:].tolist() == scored[:4].topk(2).indices.tolist()
-
-
-@pytest.mark.parametrize(("last", "given"), [(0, 0), (2, 2), (4, 4), (5, 4), (99, 4), (None, 4)])
-def test_only_the_end_of_the_prompt(lively: Tenant, last: int | None, given: int) -> None:
-    """prompt_logprobs_last_n limits what is told to the last n places; the rest is blank."""
-    settings = Settings(
-        max_tokens=0, prompt_logprobs=True, prompt_logprobs_last_n=last, topk_prompt_logprobs=1
-    )
-    generation = generate(lively, PROMPT, settings, num_samples=1, seed=0)
-    assert generation.about.logprobs is not None
-    assert generation.about.topk is not None
-    assert np.isnan(generation.about.logprobs).tolist() == [n < 5 - given for n in range(5)]
-    blank = generation.about.topk.logprobs[:, 0] == ABSENT
-    assert blank.tolist() == [n < 5 - given for n in range(5)]
+    blank, told = 5 - given, slice(5 - given, 5)
+    assert np.isnan(found[:blank]).all()
+    assert topk.tokens[:blank].tolist() == [[0, 0]] * blank
+    assert topk.logprobs[:blank].tolist() == [[ABSENT, ABSENT]] * blank
+    scored = whole(lively, PROMPT)[blank - 1 : 4]
+    np.testing.assert_allclose(found[told], scored[range(given), PROMPT[told]].numpy(), atol=1e-5)
+    assert topk.tokens[told].tolist() == scored.topk(2).indices.tolist()
     one = generation.continuations[0]
     assert (one.tokens.size, one.logprobs.size, one.stop_reason) == (0, 0, "length")
 

@@ -1,15 +1,13 @@
 """Drawing tokens: the right distribution, decided by the numbers given, and stable streams."""
 
-import functools
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.engine.noise import seed_of, uniform
-from holdfast.engine.sampling import Shape, Stream, distribution, draw, top_logprobs
+from holdfast.engine.sampling import Shape, Stream, draw, top_logprobs
 from holdfast.errors import Mistake
 
 LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.0, 0.0]
@@ -38,42 +36,16 @@ def expected(shape: Shape) -> list[float]:
     return [weights[token] / total if token in kept else 0.0 for token in range(len(weights))]
 
 
-@functools.cache
-def first_numbers(seed: int, count: int) -> torch.Tensor:
-    """The first number of each of many sequences."""
-    return torch.tensor([Stream(seed, i).next() for i in range(count)], dtype=torch.float64)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_frequencies(shape: Shape) -> None:
-    """Many sequences' first draws have the frequencies that the settings say (chi-square)."""
-    count, seed = 10_000, 20
-    numbers = first_numbers(seed, count)
-    tokens = draw(torch.tensor([LOGITS]).expand(count, -1), numbers, shape)
-    found = np.bincount(tokens.numpy(), minlength=len(LOGITS))
-    wanted = np.array(expected(shape)) * count
-    assert not found[wanted == 0].any()
-    likely = wanted > 0
-    chi_square = float(((found - wanted)[likely] ** 2 / wanted[likely]).sum())
-    assert chi_square < 30.0, f"seed {seed}: {found} instead of {wanted}"  # p < 1e-4 for 7
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_probabilities(shape: Shape) -> None:
-    """The distribution is that of the definition, for every row by itself."""
-    rows = torch.tensor([LOGITS, LOGITS[::-1]])
-    found = distribution(rows, shape)
-    np.testing.assert_allclose(found[0].numpy(), expected(shape), atol=1e-6)
-    np.testing.assert_allclose(found.sum(-1).numpy(), 1.0, atol=1e-12)
-
-
-def test_one_number_decides() -> None:
-    """Numbers from 0 to just below 1 go through the tokens in order and miss none."""
+def test_one_number_decides(shape: Shape) -> None:
+    """Numbers from 0 to just below 1 go through the tokens in order, and each token gets the
+    share of them that the definition says, but for one number at either end of it."""
     count = 4000
     numbers = torch.linspace(0, 1 - 2**-53, count, dtype=torch.float64)
-    tokens = draw(torch.tensor([LOGITS]).expand(count, -1), numbers, Shape(top_k=4)).tolist()
-    assert all(a <= b for a, b in pairwise(tokens))
-    assert set(tokens) == {0, 2, 4, 6}, "the lower of two equals is kept"
+    tokens = draw(torch.tensor([LOGITS]).expand(count, -1), numbers, shape).tolist()
+    assert tokens == sorted(tokens)
+    found = np.bincount(tokens, minlength=len(LOGITS))
+    np.testing.assert_allclose(found, np.array(expected(shape)) * count, rtol=0, atol=2)
 
 
 def test_greedy() -> None:

@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from holdfast import proc
-from patience import HANG_S
+from patience import HANG_S, until
 
 TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
 LIMIT_S = HANG_S
@@ -29,18 +30,18 @@ async def answer_ok(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     writer.close()
 
 
+@dataclass(frozen=True)
 class Answer:
     """What came back."""
 
-    def __init__(self, status: int, headers: dict[str, str], raw: bytes, took_s: float) -> None:
-        self.status, self.headers, self.raw, self.took_s = status, headers, raw, took_s
+    status: int
+    headers: dict[str, str]
+    raw: bytes
+    took_s: float
 
     @property
     def json(self) -> Any:
         return json.loads(self.raw)
-
-    def __repr__(self) -> str:
-        return f"<{self.status} {self.raw[:200]!r} after {self.took_s:.2f} s>"
 
 
 def ask(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> Answer:
@@ -70,6 +71,10 @@ class Service:
         headers = {"X-Api-Key": self.key if key is None else key}
         return ask(port or self.port, method, path, body, headers)
 
+    def said(self) -> str:
+        """What it has written."""
+        return (self.folder / "serve.log").read_text()
+
     def is_ready(self) -> bool:
         """Whether it serves; its note says where, and which life of it has written it."""
         try:
@@ -98,7 +103,7 @@ class Service:
         return told.removeprefix("JOB_STATE_")
 
     def wait(self, job: str, state: str = "RUNNING") -> None:
-        wait_for(lambda: self.state(job) == state, f"{job} is {state}")
+        until(lambda: self.state(job) == state, f"{job} is {state}")
 
     def add_account(self, account: str) -> str:
         """A key of another account, made as an operator makes it."""
@@ -125,15 +130,8 @@ class Service:
         return victim.pid
 
 
-def wait_for(ready: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
-def serve(
+def started(
     folder: Path,
     *flags: str,
     ledger: str | None = None,
@@ -141,7 +139,7 @@ def serve(
     lag_s: float = 0.0,
     naive: bool = False,
 ) -> Iterator[Service]:
-    """A service in a folder; when it is left, everything of it is killed.
+    """A service in a folder, not waited for; when it is left, everything of it is killed.
 
     With `lag_s` its gateways hear of changes up to so much later (see `stale`).
     """
@@ -156,6 +154,12 @@ def serve(
         env |= {"PYTHONPATH": str(Path(__file__).parents[1]), "STALE_LAG_S": str(lag_s)}
         env |= {"STALE_NAIVE": "1"} if naive else {}
     with proc.spawn(argv, env=env, log=folder / "serve.log") as child:
-        service = Service(child, folder)
-        child.wait_until(service.is_ready, LIMIT_S)
+        yield Service(child, folder)
+
+
+@contextlib.contextmanager
+def serve(folder: Path, *flags: str, **how: Any) -> Iterator[Service]:
+    """A service that is ready; see `started`."""
+    with started(folder, *flags, **how) as service:
+        service.child.wait_until(service.is_ready, LIMIT_S)
         yield service

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import Service, serve
 from holdfast.proc import HeldPort, spawn
+from patience import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 pytestmark = [pytest.mark.long]
@@ -53,7 +54,7 @@ def test_a_trainer_is_reached_through_it(service: Service, tmp_path: Path, name:
             except OSError:
                 return False
 
-        wait_for(reached, f"{name} passes requests on")
+        until(reached, f"{name} passes requests on")
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             answer = service.ask("GET", service.way("behind"), port=front)

@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gateway.service import Answer, Service, ask, serve, wait_for
+from gateway.service import Answer, Service, ask, serve
 from holdfast import events
 from holdfast.errors import Mistake
 from holdfast.gateway import commands
 from holdfast.gateway.http import Limits
 from holdfast.jobs.fence import SECRET
+from patience import until
 
 TRAINER = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'fenced_toy.py'}"
 
@@ -85,11 +86,11 @@ def test_a_new_incarnation_has_a_new_secret(service: Service) -> None:
     before = trainer(service)
     old = before.environ()[SECRET]
     os.kill(before.pid, signal.SIGKILL)
-    wait_for(
+    until(
         lambda: any(one.pid != before.pid for one in service.processes("fenced_toy.py")),
         "its successor is started",
     )
-    wait_for(lambda: service.ask("GET", service.way("one")).status == 200, "it is reached")
+    until(lambda: service.ask("GET", service.way("one")).status == 200, "it is reached")
     env = trainer(service).environ()
     assert env[SECRET] != old
     claimed = {**named(int(env["HOLDFAST_EPOCH"])), "x-holdfast-secret": old}

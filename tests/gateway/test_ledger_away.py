@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from gateway.service import serve, wait_for
+from gateway.service import serve
 from holdfast.servers import EtcdServer
+from patience import until
 
 
 def test_what_is_known_is_served_on(tmp_path: Path) -> None:
@@ -33,6 +34,6 @@ def test_what_is_known_is_served_on(tmp_path: Path) -> None:
                 assert (asked.status, asked.headers["retry-after-ms"]) == (503, "500"), asked
             finally:
                 etcd.resume()
-            wait_for(lambda: service.ask("GET", service.way("never")).status == 404, "it is back")
+            until(lambda: service.ask("GET", service.way("never")).status == 404, "it is back")
             after = service.ask("GET", service.way("known"))
             assert (after.status, after.json["epoch"]) == (200, epoch), "the trainer lived on"

@@ -7,15 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from gateway.service import TOY, answer_ok, ask, serve, wait_for
-from holdfast import ledger, proc
+from gateway.service import Service, ask, serve, started
+from holdfast import ledger
 from holdfast.errors import Mistake, Retriable
 from holdfast.gateway.desk import Desk
 from holdfast.gateway.front import Front
@@ -28,26 +27,19 @@ from holdfast.jobs.api import Api
 from holdfast.jobs.logs import Logs
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
-from holdfast.proc import child as child_module
 from holdfast.proc.ports import reserve
 from holdfast.timeouts import Timeouts
+from patience import until
 
 
-@contextlib.contextmanager
-def started(folder: Path, port: int, *flags: str) -> Iterator[proc.Child]:
-    """`holdfast serve`, not waited for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    argv = [
-        *(sys.executable, "-m", "holdfast", "serve", "--folder", str(folder), "--port", str(port)),
-        *("--ledger", f"sqlite:///{folder}/ledger.db", "--trainer", TOY, *flags),
-    ]
-    env = {"XDG_STATE_HOME": str(folder / "state")}
-    with proc.spawn(argv, env=env, log=folder / "serve.log") as child:
-        yield child
+def wait_until_it_spoke(service: Service) -> None:
+    """It has ended, has been announced, or a part of it has ended."""
 
+    def spoke() -> bool:
+        words = {*service.said().split()}
+        return not service.child.alive() or bool(words & {"serving", "ended"})
 
-def said(folder: Path) -> str:
-    return (folder / "serve.log").read_text()
+    until(spoke, "it says something")
 
 
 def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
@@ -55,25 +47,11 @@ def test_two_services_do_not_share_a_port(tmp_path: Path) -> None:
     with serve(tmp_path / "one") as first:
         first.create("j")
         first.wait("j")
-        with started(tmp_path / "two", first.port) as second:
-            wait_until_it_spoke(second, tmp_path / "two")
+        with started(tmp_path / "two", "--port", str(first.port)) as second:
+            wait_until_it_spoke(second)
+            assert "serving at" not in second.said(), "a key would go to somebody else"
             asked = [first.ask("GET", first.way("j")).status for _ in range(40)]
             assert collections.Counter(asked) == {200: 40}
-
-
-def wait_until_it_spoke(child: proc.Child, folder: Path) -> None:
-    """It has ended, has been announced, or a part of it has ended."""
-    wait_for(
-        lambda: not child.alive() or bool({"serving", "ended"} & {*said(folder).split()}), "it"
-    )
-
-
-async def test_a_port_that_somebody_else_has_is_not_announced(tmp_path: Path) -> None:
-    """The user's key would go to them."""
-    async with await asyncio.start_server(answer_ok, "127.0.0.1", 0) as other:
-        with started(tmp_path, other.sockets[0].getsockname()[1]) as child:
-            await asyncio.to_thread(wait_until_it_spoke, child, tmp_path)
-            assert "serving at" not in said(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +63,9 @@ def test_what_cannot_be_served_is_not_announced(tmp_path: Path, flags: tuple[str
     """It is said before anybody is told where to come."""
     bad = tmp_path / "bad.pem"
     bad.write_text("this is none")
-    with started(tmp_path, 0, flags[0], flags[1].format(bad=bad)) as child:
-        wait_until_it_spoke(child, tmp_path)
-        assert "serving at" not in said(tmp_path)
+    with started(tmp_path, flags[0], flags[1].format(bad=bad)) as service:
+        wait_until_it_spoke(service)
+        assert "serving at" not in service.said()
 
 
 def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,39 +85,24 @@ def test_any_port_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             reserve("127.0.0.1", port)
 
 
-@contextlib.contextmanager
-def gateway_part(folder: Path, ledger_url: str) -> Iterator[Part]:
-    """A gateway as `holdfast serve` starts it."""
-    settings = GatewaySettings(run="r", ledger=ledger_url, name="g", folder=str(folder))
-    part = Part("g", "holdfast.gateway.process", settings, folder / "g.log")
+def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
+    """Command lines are everybody's to read."""
+    url = "etcd://u:secret-word@127.0.0.1:9"
+    settings = GatewaySettings(run="r", ledger=url, name="g", folder=str(tmp_path))
+    part = Part("g", "holdfast.gateway.process", settings, tmp_path / "g.log")
     part.start()
     try:
-        yield part
+        process = psutil.Process(part.pid)
+        until(lambda: "holdfast" in " ".join(process.cmdline()), "exec", 5.0)
+        assert "secret-word" not in " ".join(process.cmdline())
     finally:
         part.end(0.0)
 
 
-def test_a_ledgers_password_is_on_no_command_line(tmp_path: Path) -> None:
-    """Command lines are everybody's to read."""
-    with gateway_part(tmp_path, "etcd://u:secret-word@127.0.0.1:9") as part:
-        process = psutil.Process(part.pid)
-        wait_for(lambda: "holdfast" in " ".join(process.cmdline()), "exec", 5.0)
-        assert "secret-word" not in " ".join(process.cmdline())
-
-
-def test_the_log_of_a_part_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its supervisor looks after that while it runs."""
-    monkeypatch.setattr(child_module, "LOG_BYTES", 128 << 10)
-    log = tmp_path / "g.log"
-    log.write_bytes(b"x" * (1 << 20))
-    with gateway_part(tmp_path, "etcd://127.0.0.1:9") as part:
-        wait_for(lambda: part.look() is not None or log.stat().st_blocks * 512 < 128 << 10, "it")
-        assert log.stat().st_blocks * 512 < 128 << 10
-
-
 def test_commands_find_a_service_on_ipv6(tmp_path: Path) -> None:
-    with started(tmp_path, 0, "--host", "::1"):
-        wait_for(lambda: "serving at" in said(tmp_path), "it says so")
+    """Its note has the address in brackets."""
+    with started(tmp_path, "--host", "::1") as service:
+        until(lambda: "serving at" in service.said(), "it says so")
         env = {"XDG_STATE_HOME": str(tmp_path / "state"), "PATH": ""}
         argv = [sys.executable, "-m", "holdfast", "jobs", "list"]
         listed = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)

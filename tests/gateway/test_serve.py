@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gateway.service import Service, serve, wait_for
-from patience import HANG_S
+from gateway.service import Service, serve
+from patience import HANG_S, until
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def test_gateways_and_hosts_may_be_killed(service: Service) -> None:
     first = service.ask("GET", service.way("survivor")).json["epoch"]
     for _ in range(2):
         service.kill("gateway.process")
-        wait_for(lambda: len(service.processes("gateway.process")) == 2, "both gateways")
-        wait_for(service.is_ready, "a gateway is ready")
+        until(lambda: len(service.processes("gateway.process")) == 2, "both gateways")
+        until(service.is_ready, "a gateway is ready")
         assert service.ask("GET", service.way("survivor")).json["epoch"] == first
     host = service.processes("host_process")[0]
     children = host.children(recursive=True)
@@ -139,7 +139,7 @@ def test_gateways_and_hosts_may_be_killed(service: Service) -> None:
         assert answer.status in (200, 503), answer
         return answer.status == 200 and answer.json["epoch"] > first
 
-    wait_for(answered, "the survivor's successor")
+    until(answered, "the survivor's successor")
 
 
 def test_health_and_metrics_need_no_key_and_tell_no_secrets(service: Service) -> None:
@@ -162,7 +162,7 @@ def test_serve_goes_on_where_it_was(tmp_path: Path) -> None:
         assert all_end(everything)
     with serve(tmp_path, "--lease", "2") as second:
         assert second.key == first.key
-        wait_for(lambda: second.ask("GET", second.way("lasting")).status == 200, "it is back")
+        until(lambda: second.ask("GET", second.way("lasting")).status == 200, "it is back")
         assert second.ask("GET", second.way("lasting")).json["epoch"] == 2
         everything = psutil.Process(second.child.pid).children(recursive=True)
         second.child.process.send_signal(signal.SIGTERM)

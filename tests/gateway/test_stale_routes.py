@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from client import library
-from gateway.service import Service, serve, wait_for
+from gateway.service import Service, serve
 from jobs import counts
+from patience import until
 from trainer import journaled
 
 TRAINER = f"{library.PYTHON} -u {library.ROOT / 'tests/jobs/counting_trainer.py'}"
@@ -29,14 +30,14 @@ FLAGS = ("--account", "acme", "--gateways", "3", "--lease", "2")
 
 def kill_trainer(service: Service, word: str) -> None:
     """SIGKILL for the one trainer there is, as soon as there is one."""
-    wait_for(lambda: len(service.processes(word)) == 1, "there is a trainer")
+    until(lambda: len(service.processes(word)) == 1, "there is a trainer")
     service.kill(word)
 
 
 def _step_of_its_own(said: list[dict[str, Any]]) -> None:
     """Wait for a whole step: the one that was on its way may be its predecessor's work."""
     steps = len(said)
-    wait_for(lambda: len(said) > steps + 1, "a step of its own", 60)
+    until(lambda: len(said) > steps + 1, "a step of its own", 60)
 
 
 def _move(service: Service, said: list[dict[str, Any]], word: str) -> None:
@@ -44,7 +45,7 @@ def _move(service: Service, said: list[dict[str, Any]], word: str) -> None:
     _step_of_its_own(said)
     epoch = service.ask("GET", service.jobs("one")).json["epoch"]
     kill_trainer(service, word)
-    wait_for(lambda: service.ask("GET", service.jobs("one")).json["epoch"] > epoch, "the next")
+    until(lambda: service.ask("GET", service.jobs("one")).json["epoch"] > epoch, "the next")
     service.wait("one")
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import Service, serve
 from holdfast.gateway.strangers import Bucket, Strangers
+from patience import until
 
 
 class Clock:
@@ -91,5 +92,5 @@ def test_strangers_fill_no_disk_and_hold_up_nobody(tmp_path: Path) -> None:
         assert set(healthy) == {200}
         assert found[401] + found[429] == 2000
         assert found[429] > 1000
-        wait_for(lambda: sum(told(service)) == 2000, "each request has a line or is counted")
+        until(lambda: sum(told(service)) == 2000, "each request has a line or is counted")
         assert told(service)[0] < 200

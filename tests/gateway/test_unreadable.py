@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import Service, serve
 from holdfast import ledger
 from holdfast.jobs.records import Keys
 from holdfast.ledger import Entry, Get, Op, Put
 from holdfast.servers import EtcdServer
+from patience import until
 
 KEYS = Keys("default")
 JOB = {"schema": 1, "account": "local", "id": "bad", "state": "PAUSED", "epoch": 3}
@@ -93,7 +94,7 @@ def test_a_bad_sign_of_life_goes_with_its_job(served: tuple[Service, str]) -> No
     service.create("lives")
     service.wait("lives")
     txn(url, Put(KEYS.alive("local", "lives"), b"?"))
-    wait_for(lambda: service.state("lives") == "UNREADABLE", "it is noticed")
+    until(lambda: service.state("lives") == "UNREADABLE", "it is noticed")
     assert service.ask("DELETE", service.jobs("lives")).status == 200
     service.wait("lives", "DELETED")
 
@@ -101,7 +102,7 @@ def test_a_bad_sign_of_life_goes_with_its_job(served: tuple[Service, str]) -> No
         toys = service.processes("toy.py")
         return all(one.environ()["HOLDFAST_JOB"] != "local/lives" for one in toys)
 
-    wait_for(is_stopped, "its trainer is stopped")
+    until(is_stopped, "its trainer is stopped")
 
 
 def test_a_bad_host_or_account_stops_nobody(served: tuple[Service, str]) -> None:

@@ -11,7 +11,7 @@ It speaks enough of the Tinker protocol for the real `tinker` and `fireworks-ai`
 - A duplicate gets the same promise, and the result that is recorded.
 - Results are made from the record, so a successor answers its predecessor's futures.
 - An operation whose predecessor is missing waits for it inside the request, and is told to
-  come again (503) after `COUNTING_ORDER_S`.
+  come again (503) after a while.
 
 `COUNTING_DELAY_S` lets results take some time, so that polls are held.
 """
@@ -95,19 +95,16 @@ def problem(status: int, code: str, message: str, **headers: str) -> Reply:
 class Counting:
     """The trainer, without its HTTP server: `answer` is all there is."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        incarnation: Incarnation,
-        *,
-        delay_s: float = 0.0,
-        hold_s: float = 10.0,
-        order_s: float = 20.0,
-    ) -> None:
+    hold_s = 10.0
+    """How long a poll is held."""
+    order_s = 20.0
+    """How long an operation waits for its predecessor."""
+
+    def __init__(self, ledger: Ledger, incarnation: Incarnation, delay_s: float = 0.0) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
         self.keys = Keys(incarnation.run, incarnation.account, incarnation.job)
-        self.delay_s, self.hold_s, self.order_s = delay_s, hold_s, order_s
+        self.delay_s = delay_s
         self.engine_dead = False
         """For tests of what a probe finds out: everything answers, nothing computes."""
 
@@ -308,13 +305,9 @@ async def main() -> None:
     """Serve until the parent ends, or SIGTERM."""
     web = import_module("aiohttp.web")
     incarnation = Incarnation.from_env()
-    given = {
-        name: float(os.environ[f"COUNTING_{name.upper()}"])
-        for name in ("delay_s", "hold_s", "order_s")
-        if f"COUNTING_{name.upper()}" in os.environ
-    }
+    delay_s = float(os.environ.get("COUNTING_DELAY_S", "0"))
     async with ledgers.open(os.environ["HOLDFAST_LEDGER"]) as ledger:
-        counting = Counting(ledger, incarnation, **given)
+        counting = Counting(ledger, incarnation, delay_s)
 
         async def handle(request: Any) -> Any:
             if not incarnation.is_meant(request.raw_headers):

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import gc
+import inspect
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from holdfast import ledger
 from holdfast.jobs import decide
@@ -19,20 +19,36 @@ from holdfast.jobs.local import LocalLauncher
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.timeouts import Timeouts
-from patience import HANG_S
+from patience import HANG_S, auntil
 
 TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
 BUDGET = decide.Budget(restarts=3, base_s=0.05, max_s=0.2)
 
 
-class Through:
-    """A ledger reached through something that can fail."""
+Hook = Callable[[str, tuple[Any, ...]], Awaitable[None]]
+"""It hears which call of the ledger it is, and what was given to it."""
 
-    def __init__(self, real: Ledger) -> None:
-        self._real = real
+
+class Through:
+    """A ledger whose calls can be held up or fail, before they are made or after."""
+
+    def __init__(self, real: Any, *, before: Hook | None = None, after: Hook | None = None):
+        self._real, self._before, self._after = real, before, after
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        found = getattr(self._real, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        async def call(*given: Any, **more: Any) -> Any:
+            if self._before is not None:
+                await self._before(name, given)
+            result = await found(*given, **more)
+            if self._after is not None:
+                await self._after(name, given)
+            return result
+
+        return call
 
 
 @contextlib.asynccontextmanager
@@ -69,15 +85,14 @@ async def until(
     jobs: Jobs, wanted: Callable[[Seen], bool], job: str = "j", limit_s: float = HANG_S
 ) -> Seen:
     """Wait until a job is as it is wanted."""
-    try:
-        async with asyncio.timeout(limit_s):
-            while True:
-                found = await jobs.get("a", job)
-                if wanted(found):
-                    return found
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        pytest.fail(f"after {limit_s} s it is {found.job}")
+    last: list[Seen] = []
+
+    async def look() -> bool:
+        last[:] = [await jobs.get("a", job)]
+        return wanted(last[0])
+
+    await auntil(look, lambda: f"it is {last[0].job}", limit_s)
+    return last[0]
 
 
 async def until_state(jobs: Jobs, state: str, job: str = "j", limit_s: float = HANG_S) -> Seen:
@@ -88,13 +103,6 @@ async def until_state(jobs: Jobs, state: str, job: str = "j", limit_s: float = H
 async def until_next(jobs: Jobs, before: Seen) -> Seen:
     """Wait until a later incarnation of a job serves."""
     return await until(jobs, lambda it: is_running(it) and it.job.epoch > before.job.epoch)
-
-
-async def until_true(ready: Callable[[], object]) -> None:
-    """Wait until something of this machine is so."""
-    async with asyncio.timeout(HANG_S):
-        while not ready():
-            await asyncio.sleep(0.01)
 
 
 def is_running(it: Seen) -> bool:
@@ -112,15 +120,14 @@ def trainers(word: str = "toy.py") -> list[psutil.Process]:
     return found
 
 
-async def left_running(jobs: Jobs, account: str, lease_s: float) -> tuple[Seen, int]:
-    """A job "j" that is RUNNING under the lease of a host that is not there; and the lease."""
-    await jobs.create(account, "j", {})
-    found = await jobs.get(account, "j")
+async def left_running(jobs: Jobs, lease_s: float = 60.0) -> tuple[Seen, int]:
+    """Let a's job "j" be RUNNING under the lease of a host that is not there; and the lease."""
+    found = await jobs.get("a", "j")
     lease = await jobs.runtime.ledger.grant(lease_s)
     taken = decide.take(found.job, "dead", jobs.wall())
     assert taken is not None
     assert await jobs.commit(found, taken, ops=[jobs.alive_op(taken, lease.id)])
     await jobs.update(
-        account, "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
+        "a", "j", lambda it: decide.ready(it.job, it.job.epoch, "127.0.0.1:9", jobs.wall())
     )
     return found, lease.id

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from holdfast.errors import Denied, Mistake, NotFound, Retriable, Unavailable
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.note import Note, find_service, leave_note
 from holdfast.jobs.records import Host, Keys
-from holdfast.ledger import Delete, Ledger, LiveRuntime, Range
+from holdfast.ledger import Delete, Ledger, LiveRuntime
 from holdfast.ledger.records import put
 from jobs.hosts import Through
 from patience import HANG_S
@@ -109,22 +110,19 @@ async def test_asking_with_unknown_keys_does_not_ask_the_ledger_each_time(
     accounts: Accounts, opened: Ledger
 ) -> None:
     """However many strangers come: the ledger is asked once a second."""
-    reads = 0
+    calls: list[str] = []
 
-    class Counted(Through):
-        async def range(self, prefix: str) -> Range:
-            nonlocal reads
-            reads += 1
-            return await self._real.range(prefix)
+    async def count(name: str, _: object) -> None:
+        calls.append(name)
 
     await accounts.add_key("a")
-    counted: Any = Counted(opened)
+    counted: Any = Through(opened, before=count)
     guests = Guests(LiveRuntime(counted), "r", time.time)
     began = time.monotonic()
     strangers = (guests.who(f"tml-{number:012}-" + "b" * 32) for number in range(200))
     told = await asyncio.gather(*strangers, return_exceptions=True)
     assert all(isinstance(one, Denied) for one in told)
-    assert 1 <= reads <= 2 + (time.monotonic() - began)
+    assert 1 <= calls.count("range") <= 2 + (time.monotonic() - began)
 
 
 async def test_with_commands_there_is_one_account(accounts: Accounts) -> None:
@@ -165,11 +163,17 @@ async def test_a_second_account_and_commands_never_both_come(
     opened: Ledger, slow_one: str, late: int
 ) -> None:
     """However the steps of the two meet, in two processes: one of them is refused."""
-    slow = Slow(opened)
+    held, go, calls = asyncio.Event(), asyncio.Event(), itertools.count()
+
+    async def hold(*_: object) -> None:
+        if next(calls) == late:
+            held.set()
+            await go.wait()
+
+    slow: Any = Through(opened, before=hold)
     book = Accounts(LiveRuntime(opened), "r", time.time)
-    other = Accounts(LiveRuntime(slow), "r", time.time)  # type: ignore[arg-type]
+    other = Accounts(LiveRuntime(slow), "r", time.time)
     await book.add_key("a")
-    slow.hold_at = late
 
     async def make_key(book: Accounts) -> None:
         with contextlib.suppress(Mistake):
@@ -183,35 +187,15 @@ async def test_a_second_account_and_commands_never_both_come(
     begun = asyncio.create_task(first(other))
     async with asyncio.timeout(HANG_S):
         await asyncio.wait(
-            [begun, asyncio.create_task(slow.held.wait())], return_when="FIRST_COMPLETED"
+            [begun, asyncio.create_task(held.wait())], return_when="FIRST_COMPLETED"
         )
         await second(book)
-        slow.go.set()
+        go.set()
         await begun
-        slow.held.set()
+        held.set()
     allowed = await opened.get(Keys("r").commands) is not None
     accounts = {account.name for account in await book.all()}
     assert allowed != ("b" in accounts)
-
-
-class Slow(Through):
-    """A ledger whose user is held up before its nth call."""
-
-    def __init__(self, opened: Ledger) -> None:
-        super().__init__(opened)
-        self.timeouts = opened.timeouts
-        self.hold_at = self.calls = 0
-        self.held, self.go = asyncio.Event(), asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*given: Any) -> Any:
-            if self.calls == self.hold_at:
-                self.held.set()
-                await self.go.wait()
-            self.calls += 1
-            return await getattr(self._real, name)(*given)
-
-        return call
 
 
 async def test_a_revoked_key_does_not_come_back(accounts: Accounts, opened: Ledger) -> None:
@@ -219,15 +203,12 @@ async def test_a_revoked_key_does_not_come_back(accounts: Accounts, opened: Ledg
     key, kept = await accounts.add_key("bob")
     slow, begun, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    class Late(Through):
-        async def range(self, prefix: str, *, revision: int = 0) -> Range:
-            found = await self._real.range(prefix, revision=revision)
-            if slow.is_set():
-                begun.set()
-                await go_on.wait()
-            return found
+    async def hold(name: str, _: object) -> None:
+        if name == "range" and slow.is_set():
+            begun.set()
+            await go_on.wait()
 
-    lagging: Any = Late(opened)
+    lagging: Any = Through(opened, after=hold)
     guests = Guests(LiveRuntime(lagging), "r", time.time)
     following = asyncio.create_task(guests.run())
     try:
@@ -256,11 +237,10 @@ async def test_a_key_is_not_called_wrong_while_the_ledger_is_away(
     """A gateway that has not heard of a key, and cannot ask, says so: try again."""
     key, _ = await accounts.add_key("bob")
 
-    class Away(Through):
-        async def range(self, prefix: str, *, revision: int = 0) -> Range:
-            raise Unavailable(f"away: {prefix} {revision}")
+    async def fail(*_: object) -> None:
+        raise Unavailable("away")
 
-    away: Any = Away(opened)
+    away: Any = Through(opened, before=fail)
     with pytest.raises(Retriable):
         await Guests(LiveRuntime(away), "r", time.time).who(key)
 

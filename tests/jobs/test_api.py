@@ -131,7 +131,8 @@ async def test_running_ends_with_the_lease_also_without_another_host(
     caller: Caller, jobs: Jobs
 ) -> None:
     """A trainer that died silently with the only host stops being RUNNING for those who ask."""
-    _, lease = await left_running(jobs, "a", 5.0)
+    await jobs.create("a", "j", {})
+    _, lease = await left_running(jobs)
     await jobs.runtime.ledger.revoke(lease)
     assert (await caller.ok("GET", f"{JOBS}/j"))["state"] != "JOB_STATE_RUNNING"
 

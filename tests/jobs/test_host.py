@@ -34,9 +34,8 @@ from jobs.hosts import (
     until,
     until_next,
     until_state,
-    until_true,
 )
-from patience import HANG_S
+from patience import HANG_S, auntil
 
 
 async def test_from_created_to_running_to_killed_to_running(jobs: Jobs, tmp_path: Path) -> None:
@@ -144,7 +143,7 @@ async def test_a_host_that_loses_its_lease_stops_what_others_have_taken(
         # In one moment: the lease's end, and another host's conclusion.
         await jobs.commit(first, taken, ops=[Delete(keys.alive("a", "j"))])
         second = await until_next(jobs, first)
-        await until_true(lambda: len(trainers()) == 1)
+        await auntil(lambda: len(trainers()) == 1)
         assert second.job.address != first.job.address
 
 
@@ -161,7 +160,7 @@ async def test_a_host_adrift_stops_everything(tmp_path: Path) -> None:
             first = await until(jobs, is_running)
             etcd.pause()
             try:
-                await until_true(lambda: not trainers())
+                await auntil(lambda: not trainers())
             finally:
                 etcd.resume()
             await until_next(jobs, first)
@@ -172,7 +171,8 @@ async def test_a_host_that_died_silently_is_noticed_within_its_lease(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """RUNNING is kept alive by a lease: what its host left behind is taken over by another."""
-    found, _ = await left_running(jobs, "a", 2.0)
+    await jobs.create("a", "j", {})
+    found, _ = await left_running(jobs, 2.0)
     began = time.monotonic()
     async with host(tmp_path):
         again = await until(jobs, lambda it: is_running(it) and it.job.host == "h1")

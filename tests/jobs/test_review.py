@@ -11,8 +11,9 @@ from gateway.service import answer_ok
 from holdfast.errors import Unavailable, UnknownOutcome
 from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
-from jobs.hosts import Through, host, is_running, trainers, until, until_state, until_true
-from patience import HANG_S
+from holdfast.ledger import Ledger
+from jobs.hosts import Through, host, is_running, trainers, until, until_state
+from patience import HANG_S, auntil
 
 
 @pytest.mark.parametrize(
@@ -70,24 +71,20 @@ async def test_a_host_adrift_stops_what_it_was_about_to_publish(
     """After `adrift_s` without a ledger, as it does with trainers that were published before."""
     away = asyncio.Event()
 
-    class Cut(Through):
-        def __getattr__(self, name: str) -> Any:
-            method = getattr(self._real, name)
+    async def cut(name: str, given: object) -> None:
+        if name == "txn" and '"RUNNING"' in repr(given):
+            away.set()
+        if away.is_set() and name in ("txn", "keep_alive", "grant"):
+            raise Unavailable("the ledger is away")
 
-            async def call(*given: Any) -> Any:
-                if name == "txn" and '"RUNNING"' in repr(given):
-                    away.set()
-                if away.is_set():
-                    raise Unavailable("the ledger is away")
-                return await method(*given)
-
-            return call if name in ("txn", "keep_alive", "grant") else method
+    def through(opened: Ledger) -> Through:
+        return Through(opened, before=cut)
 
     await jobs.create("a", "j", {})
     try:
-        async with host(tmp_path, through=Cut, host_adrift_s=1.0):
+        async with host(tmp_path, through=through, host_adrift_s=1.0):
             await asyncio.wait_for(away.wait(), HANG_S)
-            await until_true(lambda: not trainers())
+            await auntil(lambda: not trainers())
     finally:
         for one in trainers():
             one.kill()
@@ -99,7 +96,7 @@ async def test_whoever_else_listens_at_the_port_is_not_the_trainer(
     """An address is published only for an incarnation that answers itself."""
     await jobs.create("a", "j", {"how": "silent"})
     async with host(tmp_path):
-        await until_true(lambda: trainers() and "PORT" in trainers()[0].environ())
+        await auntil(lambda: trainers() and "PORT" in trainers()[0].environ())
         port = int(trainers()[0].environ()["PORT"])
         async with await asyncio.start_server(answer_ok, "127.0.0.1", port):
             with pytest.raises(pytest.fail.Exception):

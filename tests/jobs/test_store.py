@@ -11,20 +11,8 @@ from holdfast.jobs import decide
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.records import Keys
 from holdfast.jobs.store import Jobs
-from holdfast.ledger import Ledger, LiveRuntime, Put, Txn
-from jobs.hosts import Through
-
-
-async def run(jobs: Jobs, job: str = "j", host: str = "h") -> int:
-    """Bring a job to RUNNING; returns its epoch."""
-    found = await jobs.get("a", job)
-    taken = decide.take(found.job, host, jobs.wall())
-    assert taken is not None
-    assert await jobs.commit(found, taken, compare=(jobs.without_alive(found),))
-    await jobs.update(
-        "a", job, lambda it: decide.ready(it.job, taken.epoch, "127.0.0.1:1", jobs.wall())
-    )
-    return taken.epoch
+from holdfast.ledger import Ledger, LiveRuntime, Put
+from jobs.hosts import Through, left_running
 
 
 async def test_of_many_who_create_one_does(jobs: Jobs) -> None:
@@ -39,7 +27,7 @@ async def test_the_epoch_key_follows_the_record(jobs: Jobs, opened: Ledger) -> N
     """Both are written by one transaction: a trainer compares the key, people read the record."""
     keys = Keys("r")
     await jobs.create("a", "j", {})
-    epoch = await run(jobs)
+    epoch = (await left_running(jobs))[0].job.epoch
     for verb in ("pause", "resume"):
         entry = await opened.get(keys.epoch("a", "j"))
         assert entry is not None
@@ -54,7 +42,7 @@ async def test_whoever_was_replaced_changes_nothing(
 ) -> None:
     """From the moment the control plane says so, whatever the trainer's process believes."""
     await jobs.create("a", "j", {})
-    who = Incarnation("r", "a", "j", await run(jobs))
+    who = Incarnation("r", "a", "j", (await left_running(jobs))[0].job.epoch)
     assert (await opened.txn([who.guard()], [Put("/effect", b"1")])).succeeded
     await jobs.change("a", "j", verb)
     assert not (await opened.txn([who.guard()], [Put("/effect", b"2")])).succeeded
@@ -67,20 +55,14 @@ async def test_whoever_was_replaced_changes_nothing(
 async def test_create_knows_its_own_job_when_a_host_was_faster(jobs: Jobs) -> None:
     """The answer was lost, a host took the job, and the caller is not told "exists already"."""
 
-    class Lossy(Through):
-        lost = False
+    lost: list[str] = []
 
-        async def txn(self, compare: Any = (), then: Any = (), otherwise: Any = ()) -> Txn:
-            txn = await self._real.txn(compare, then, otherwise)
-            if not self.lost:
-                self.lost = True
-                found = await jobs.get("a", "j")
-                taken = decide.take(found.job, "h", jobs.wall())
-                assert taken is not None
-                assert await jobs.commit(found, taken)
-                raise UnknownOutcome("the answer was lost")
-            return txn
+    async def lose(name: str, _: object) -> None:
+        if name == "txn" and not lost:
+            lost.append(name)
+            await left_running(jobs)
+            raise UnknownOutcome("the answer was lost")
 
-    opened: Any = Lossy(jobs.runtime.ledger)
+    opened: Any = Through(jobs.runtime.ledger, after=lose)
     made = await Jobs(LiveRuntime(opened), "r", time.time).create("a", "j", {"mine": 1})
     assert made.id == "j"

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +12,7 @@ from typing import Any, Self
 from holdfast import ledger, proc
 from holdfast.ledger.records import decode
 from holdfast.rendezvous.records import Cycle, Keys
+from patience import until
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 
@@ -150,12 +150,7 @@ class Nodes:
 
     def until(self, what: str, test: Callable[[], object], timeout_s: float = 90.0) -> Any:
         """Wait for something; tells what the agents said when it does not come."""
-        limit = time.monotonic() + timeout_s
-        while not (found := test()):
-            if time.monotonic() > limit:
-                raise AssertionError(f"no {what} within {timeout_s} s\n{self.story()}")
-            time.sleep(0.05)
-        return found
+        return until(test, lambda: f"{what}\n{self.story()}", timeout_s)
 
     def story(self) -> str:
         """What every agent has said."""

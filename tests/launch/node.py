@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,15 @@ from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.warm import WarmPool
 from holdfast.launch.workers import Failure, Outcome, Workers
 from holdfast.rendezvous.records import Place
-from patience import HANG_S
+from patience import HANG_S, auntil, until
+
+GRANDCHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+with open(sys.argv[1] + "/pids", "a") as file:
+    file.write(f"{child.pid}\\n")
+"""
+"""The beginning of a script that leaves a process behind, and says which."""
 
 
 def make_seat(slots: int = 1, *, run: str = "r1", **changes: Any) -> Seat:
@@ -105,36 +113,6 @@ async def kept_warm(spec: Spec, *, ready: int = 1, **options: Any) -> AsyncItera
         yield pool
     finally:
         await pool.close()
-
-
-def until(condition: Callable[[], Any], what: str = "it", limit_s: float = HANG_S) -> None:
-    """Wait for a condition, in a test without a loop."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.01)
-
-
-async def auntil(condition: Callable[[], Any], what: str = "it", limit_s: float = HANG_S) -> None:
-    """Wait for a condition, in a test with a loop."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in time"
-        await asyncio.sleep(0.01)
-
-
-def state(pid: int) -> str:
-    """The letter that the kernel has for a process; empty if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat[stat.rindex(")") + 2]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
-    return state(pid) not in ("", "Z", "X")
 
 
 def numbers(path: Path, count: int) -> list[int]:

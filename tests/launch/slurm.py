@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from holdfast import proc
 from holdfast.errors import MissingPackage
 from holdfast.proc import HeldPort
 from holdfast.servers import HOST, find_program
+from patience import until
 
 PACKAGES = "slurmctld slurmd slurm-client munge"
 NODES = ("n1", "n2")
@@ -113,13 +113,14 @@ class Slurm:
 
     def until(self, what: str, test: Callable[[], Any], timeout_s: float = 90.0) -> Any:
         """Wait for something; tells what the queue looks like when it does not come."""
-        limit = time.monotonic() + timeout_s
-        while not (found := test()):
-            if time.monotonic() > limit:
-                queue = self.run("squeue", "-l", check=False) + self.run("sinfo", check=False)
-                raise AssertionError(f"no {what} within {timeout_s} s\n{queue}")
-            time.sleep(0.05)
-        return found
+
+        def story() -> str:
+            jobs, nodes = (
+                self.run(*words, check=False) for words in (["squeue", "-l"], ["sinfo"])
+            )
+            return f"{what}\n{jobs}{nodes}"
+
+        return until(test, story, timeout_s)
 
     # ---- daemons ---------------------------------------------------------------------
 

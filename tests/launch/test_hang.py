@@ -10,8 +10,9 @@ import pytest
 
 from holdfast.launch.hang import Learnt, Limits, dump, judge
 from holdfast.progress import Beat, Section
-from launch.node import auntil, make_spec, script, started, state
-from patience import HANG_S
+from kids import state
+from launch.node import make_spec, script, started
+from patience import HANG_S, auntil
 
 TEN = Limits(beat_s=10.0)
 

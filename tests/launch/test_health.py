@@ -129,11 +129,6 @@ def test_a_check_that_hangs_does_not_hold_up_the_end() -> None:
     assert done.stderr == "stuck: no answer within 0.2 s\n"
 
 
-def test_without_packages_there_are_no_further_checks() -> None:
-    """Holdfast itself brings none."""
-    assert health.load() == {}
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two installed packages with checks: good, bad, broken, and two of one name."""

@@ -12,8 +12,8 @@ import pytest
 from holdfast.errors import Denied, Mistake
 from holdfast.launch.logs import MAX_LINE_BYTES, CycleLogs, Logs, Streams, parse_streams
 from holdfast.launch.workers import Workers
-from launch.node import make_seat, make_spec, script, until
-from patience import HANG_S
+from launch.node import make_seat, make_spec, script
+from patience import HANG_S, until
 
 
 class Terminal:

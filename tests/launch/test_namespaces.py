@@ -21,10 +21,10 @@ from holdfast import ledger
 from holdfast.proc import HeldPort
 from holdfast.rendezvous.records import Keys
 from holdfast.servers import EtcdServer
+from kids import alive
 from rendezvous.torchrun.cluster import Cluster as TorchrunCluster
 
 from .cluster import SCRIPT, Cluster, Commits, there
-from .node import alive
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

@@ -12,8 +12,7 @@ import pytest
 
 from holdfast import progress
 from holdfast.proc import spawn
-from launch.node import until
-from patience import HANG_S
+from patience import HANG_S, until
 
 
 @contextmanager

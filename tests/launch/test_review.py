@@ -27,8 +27,9 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.overview import say
 from holdfast.rendezvous.records import Cause, Keys, Place, Rules
 from holdfast.rendezvous.rendezvous import Rendezvous
-from launch.node import alive, auntil, numbers
-from patience import HANG_S
+from kids import alive
+from launch.node import numbers
+from patience import HANG_S, auntil
 from rendezvous.meeting import RUN, working
 
 DEAF = "trap '' TERM; echo $$ >> FOLDER/pids; while :; do sleep 0.05; done"

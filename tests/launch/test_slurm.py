@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import ledger, proc
+from holdfast import ledger
 from holdfast.ledger.records import decode
 from holdfast.proc import HeldPort
 from holdfast.rendezvous.records import Keys, Node
@@ -172,35 +172,3 @@ def _agent(slurm: Slurm, here: Cluster, node: str) -> int:
         entry = opened.get(Keys(here.run).node(node))
     assert entry is not None
     return slurm.pid(node, decode(Node, entry).pid)
-
-
-def test_daemons_die_with_the_test(tmp_path: Path) -> None:
-    """A test run that is killed leaves no daemon, no step and no worker behind."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may make pid namespaces")
-    program = (
-        "import sys, time; from pathlib import Path; from tests.launch.slurm import Slurm\n"
-        "with Slurm(Path(sys.argv[1])) as slurm:\n"
-        "    slurm.start('srun', '-N2', 'sleep', '600.125', log=Path(sys.argv[1], 'log'))\n"
-        "    slurm.job('sleep'); print('up', flush=True); time.sleep(600)\n"
-    )
-    log = tmp_path / "test.log"
-    argv = [sys.executable, "-c", program, str(tmp_path)]
-    with proc.spawn(argv, log=log, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}) as child:
-        child.wait_until(lambda: "up" in log.read_text(), 60)
-        child.process.kill()
-    gone = Cluster(tmp_path, "", nnodes="1")
-    gone.until("end of all", lambda: not _mention(str(tmp_path)) + _mention("600.125"), 20)
-
-
-def _mention(text: str) -> list[str]:
-    """The processes whose arguments or environment name it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if text.encode() in told and path.name != str(os.getpid()):
-            found.append(path.name)
-    return found

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,11 @@ import pytest
 from holdfast import events
 from holdfast.launch import warm
 from holdfast.launch.spec import PER_SEAT, Order, Spec, environment
-from holdfast.launch.warm import Budget, WarmLost, WarmOff, WarmPool, WarmReady
+from holdfast.launch.warm import Budget, WarmLost, WarmOff, WarmPool
 from holdfast.proc.preload import USER
-from launch.node import (
-    alive,
-    auntil,
-    ended,
-    failed,
-    kept_warm,
-    make_seat,
-    make_spec,
-    printed,
-    script,
-    started,
-)
+from kids import alive
+from launch.node import ended, kept_warm, make_seat, make_spec, printed, script, started
+from patience import auntil
 
 PROBE = """
 '''Its own docstring.'''
@@ -125,50 +115,6 @@ async def test_children_of_main_work(tmp_path: Path) -> None:
     spec = make_spec(script(tmp_path, CLUSTER))
     async with kept_warm(spec, preload=("multiprocessing",)) as pool:
         assert await run(spec, tmp_path, pool) == "spawn 4\nfork 4\nforkserver 4\n"
-
-
-TORCH = """
-import time, os, threading
-began = time.time()
-import torch, torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-@record
-def main():
-    store = dist.FileStore(os.environ["STORE_FILE"], 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    value = torch.ones(3)
-    dist.all_reduce(value)
-    print(time.time(), threading.active_count(), torch.get_num_threads(), flush=True)
-    raise ValueError("recorded")
-main()
-"""
-
-
-@pytest.mark.long
-async def test_a_warm_start_with_torch_takes_a_fraction(tmp_path: Path) -> None:
-    """Order to first all-reduce: well under a third of a cold start; `record` works in it."""
-    spec = make_spec(
-        script(tmp_path, TORCH), env={"STORE_FILE": str(tmp_path / "s"), "OMP_NUM_THREADS": "1"}
-    )
-    told: list[events.Event] = []
-    took_s = {}
-    async with kept_warm(spec, tell=told.append, preload=USER) as pool:
-        (ready,) = told
-        assert isinstance(ready, WarmReady)
-        assert ready.threads == 1, "importing torch started threads"
-        for how, which in (("warm", pool), ("cold", None)):
-            (tmp_path / "s").unlink(missing_ok=True)
-            began = time.time()
-            async with started(spec, tmp_path / how, pool=which) as workers:
-                assert workers.starts[0].warm == (which is not None)
-                assert (await failed(workers)).reason == "ValueError: recorded"
-                at, *threads = printed(workers).split()
-                assert threads == ["1", "1"]
-                took_s[how] = float(at) - began
-    print(f"to the first all-reduce: {took_s}")
-    assert took_s["warm"] < took_s["cold"]
 
 
 @pytest.mark.long

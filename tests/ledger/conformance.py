@@ -42,13 +42,6 @@ async def take(watch: Watch, count: int = 1) -> list[Batch]:
     return [await within(anext(watch)) for _ in range(count)]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that this process can only see by looking."""
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def ordered(batch: Batch) -> Batch:
     """A batch with its events in the order of their keys: the interface promises none."""
     return Batch(batch.revision, tuple(sorted(batch.events, key=lambda event: event.key)))

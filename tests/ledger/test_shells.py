@@ -248,8 +248,3 @@ def test_sync_facade_and_its_watch(tmp_path: Path) -> None:
         with pytest.raises(Mistake):
             led.get("no slash")
     led.close()
-
-
-def test_sync_open_fails_cleanly(tmp_path: Path) -> None:
-    with pytest.raises(Mistake):
-        open_sync(f"sqlite:///{tmp_path}/no/x.db")

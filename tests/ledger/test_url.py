@@ -54,11 +54,6 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert led.path == path.absolute()
 
 
-def test_etcd_options() -> None:
-    led = open("etcd://u%40x:p%3Aw@h1:1,[::1]:2?timeout=2.5")
-    assert isinstance(led, EtcdLedger)
-
-
 @pytest.mark.parametrize("url", ["memory:", "sqlite:///x.db", "etcd://a:1"])
 def test_the_time_outs_reach_every_back_end(url: str) -> None:
     """What is opened keeps the table; one that is out of order is refused."""

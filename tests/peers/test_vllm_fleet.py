@@ -7,17 +7,15 @@ with whatever the last test left in it. It runs in bfloat16, so that its checker
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
 
 from holdfast import ledger as ledgers
@@ -33,6 +31,7 @@ from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
 from holdfast.weights.subscriber import Subscriber
+from patience import auntil
 from peers.conftest import ENVIRONMENT, ONE_PROCESS, START_S, VllmProcess, command
 from peers.tiny_model import make_model
 from peers.vllm_parts import Weights, edit, ended, generate, group_of, weights_of
@@ -126,7 +125,7 @@ class Bench:
         async def there() -> bool:
             return await fleet.addresses(number) == [self.server.url]
 
-        await until(there, "the server is offered", START_S)
+        await auntil(there, "the server is offered", START_S)
 
     async def gone(self, fleet: Fleet) -> None:
         """Wait until nobody is offered."""
@@ -134,7 +133,7 @@ class Bench:
         async def nowhere() -> bool:
             return await fleet.addresses() == []
 
-        await until(nowhere, "the server is not offered any more")
+        await auntil(nowhere, "the server is not offered any more")
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[VllmEngine]:
@@ -194,15 +193,6 @@ async def answers(bench: Bench, number: int) -> None:
     assert len(set(_RECORDED.values())) == len(_RECORDED)
 
 
-async def until(holds: Callable[[], Awaitable[bool]], what: str, limit_s: float = 60.0) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            while not await holds():
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        pytest.fail(f"not within {limit_s} s: {what}")
-
-
 # ---- what other readers make of a version ------------------------------------------
 
 
@@ -229,27 +219,6 @@ async def test_a_version_is_a_transformers_folder(
     loaded = model.state_dict()
     assert loaded.keys() == weights[1].keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights[1].items())
-
-
-async def test_an_adapter_has_the_layout_of_peft(tmp_path: Path) -> None:
-    """An adapter lies where PEFT looks for one, under the names that it was published with."""
-    base = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"{base}.lora_A.weight": torch.randn(4, 128, dtype=DTYPE),
-        f"{base}.lora_B.weight": torch.randn(128, 4, dtype=DTYPE),
-    }
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    async with (
-        ledgers.open("memory:") as ledger,
-        Publisher(tmp_path, ledger, "lora") as publisher,
-    ):
-        files = {"adapter_config.json": json.dumps(config).encode()}
-        await publisher.publish(1, tensors, files=files, kind="adapter")
-    folder = tmp_path / "lora" / "step_1"
-    assert json.loads((folder / "adapter_config.json").read_text()) == config
-    loaded = load_file(folder / "adapter_model.safetensors")
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_importing_needs_neither_torch_nor_http(tmp_path: Path) -> None:
@@ -281,14 +250,14 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
             group.create_task(keep_asking())
             for number in (2, 3, 4):
                 at = len(seen)
-                await until(lambda at=at: _longer(seen, at + 2), "requests are answered")  # type: ignore[misc]
+                await auntil(lambda at=at: _longer(seen, at + 2), "requests are answered")  # type: ignore[misc]
                 await bench.publish(number)
                 update = await fleet.update(number)
                 assert update.serving == ("r0",)
                 assert await fleet.addresses(number) == [bench.server.url]
                 await bench.right(number)
             at = len(seen)
-            await until(lambda: _longer(seen, at + 2), "the last version answers")
+            await auntil(lambda: _longer(seen, at + 2), "the last version answers")
             stop.set()
         for number in (2, 3, 4):
             await fleet.update(number, rollback=True)
@@ -298,7 +267,7 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
         async def resumed() -> bool:
             return not await bench.server.paused()
 
-        await until(resumed, "the server is resumed")
+        await auntil(resumed, "the server is resumed")
     # Nobody keeps it in step any more.
     assert await bench.server.paused()
     named = [versions for versions, _ in seen]
@@ -456,7 +425,7 @@ async def test_killed_in_the_middle_of_a_load(bench: Bench, tmp_path: Path) -> N
                 assert driver.alive(), log.read_text()
                 return "loaded, not checked" in log.read_text()
 
-            await until(loaded, "the load")
+            await auntil(loaded, "the load")
             driver.kill_group()
         assert await bench.server.paused()
         assert await bench.server.version() == LOADING
@@ -487,7 +456,7 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         async def back() -> bool:
             return await bench.server.version() == 1 and not await bench.server.paused()
 
-        await until(back, "version 1 is back")
+        await auntil(back, "version 1 is back")
         await answers(bench, 1)
 
 
@@ -509,7 +478,7 @@ async def test_a_server_that_was_started_again(bench: Bench, driver: str) -> Non
                 labels.append(await bench.server.version())
             return bool(there)
 
-        await until(back, "it is offered again", START_S)
+        await auntil(back, "it is offered again", START_S)
         assert labels == [1]
         await answers(bench, 1)
         await bench.right(1)
@@ -536,22 +505,22 @@ async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_p
         await bench.publish(1)
         task = asyncio.create_task(work)
         try:
-            await until(server.healthy, "it answers", START_S)
+            await auntil(server.healthy, "it answers", START_S)
             await fleet.update(1)
-            await until(there, "it is offered")
+            await auntil(there, "it is offered")
             first = group_of(f"--port={port}")
             assert {"VLLM::EngineCore", "VLLM::Worker"} <= {*first.values()}, first
             [head] = [pid for pid, words in first.items() if words.startswith(" ".join(argv))]
             os.kill(head, signal.SIGKILL)
             await bench.gone(fleet)
-            await until(lambda: _all_ended(first), "all of it has ended", 30)
-            await until(there, "it is offered again", START_S)
+            await auntil(lambda: _all_ended(first), "all of it has ended", 30)
+            await auntil(there, "it is offered again", START_S)
             assert (await ask(url))[0] == ("1",)
         finally:
             last = group_of(f"--port={port}")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: _all_ended(last), "it ends with us", 30)
+    await auntil(lambda: _all_ended(last), "it ends with us", 30)
 
 
 async def _all_ended(group: dict[int, str]) -> bool:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from holdfast.loopthread import LoopThread
 from holdfast.proc import spawn
 from holdfast.rollout.episodes import Said, Say
 from holdfast.weights import Publisher, Retention, Subscriber
+from patience import until
 from peers.conftest import START_S
 from peers.vllm_parts import Weights, ended, group_of
 from run import runs
@@ -196,13 +197,6 @@ def _port(url: str) -> str:
     return f"--port {url.rpartition(':')[2]} "
 
 
-def wait(holds: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < until, f"not within {limit_s} s: {what}"
-        time.sleep(0.05)
-
-
 def shared_by(group: Iterable[int]) -> set[Path]:
     """The shared memory of processes, by name."""
     found = set()
@@ -250,7 +244,7 @@ def test_ends_with_its_process(tmp_path: Path) -> None:
         alone.wait_until(lambda: _engine(group_of(port)) is not None, START_S)
         group = group_of(port)
         os.kill(alone.pid, signal.SIGKILL)
-        wait(lambda: ended(group), f"all of it has ended: {group}", 30)
+        until(lambda: ended(group), f"all of it has ended: {group}", 30)
         assert group_of(port) == {}
 
 
@@ -451,7 +445,7 @@ def test_a_version_that_cannot_be_loaded(bench: Bench) -> None:
         assert not any(map(bench.sampler.has, (1, 2, 3, 4)))
         with pytest.raises(Unavailable):
             bench.say(number)
-        wait(lambda old=before: ended(old), "the server was ended")  # type: ignore[misc]
+        until(lambda old=before: ended(old), "the server was ended")  # type: ignore[misc]
     bench.load_when_up(2)
     bench.spoken(2)
 
@@ -467,8 +461,8 @@ def test_killed(bench: Bench) -> None:
         pid = _head(group) if victim == "head" else _engine(group)
         assert pid is not None, group
         os.kill(pid, signal.SIGKILL)
-        wait(lambda: _lost(bench, 2), "its end is noticed")
-        wait(lambda old=group: ended(old), "all of it has ended")  # type: ignore[misc]
+        until(lambda: _lost(bench, 2), "its end is noticed")
+        until(lambda old=group: ended(old), "all of it has ended")  # type: ignore[misc]
         assert not any(one.exists() for one in shared)
         with pytest.raises(Unavailable):
             bench.say(2)

@@ -95,14 +95,6 @@ async def test_checksum_is_computed_from_the_files(
         assert all("_proj.weight" in name for name in blind)
 
 
-async def test_label_is_only_a_label(vllm: VllmServer, models: dict[int, Path]) -> None:
-    """A reload leaves the label alone, so it has to be set before the server is resumed."""
-    await vllm.set_version(7)
-    await vllm.pause()
-    await vllm.reload(str(models[2]))
-    assert await vllm.version() == 7
-
-
 # ---- pausing -----------------------------------------------------------------------
 
 

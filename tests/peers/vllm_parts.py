@@ -9,6 +9,7 @@ import aiohttp
 import torch
 from safetensors.torch import load_file, save_file
 
+from kids import alive, stat
 from peers.conftest import MODEL
 
 PROMPT = [5, 6, 7, 8]
@@ -54,20 +55,12 @@ def group_of(word: str) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            if stat := _stat(int(folder.name)):
-                names[int(folder.name)], groups[int(folder.name)] = words, int(stat[2])
+            if alive(pid := int(folder.name)):
+                names[pid], groups[pid] = words, int(stat(pid)[2])
     leaders = [pid for pid, words in names.items() if word in words and groups[pid] == pid]
     return {pid: words for pid, words in names.items() if groups[pid] in leaders}
 
 
 def ended(group: Iterable[int]) -> bool:
     """Whether all of these processes have ended."""
-    return not any(map(_stat, group))
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, … of a process; nothing when it has ended."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return [] if fields[0] in "ZX" else fields
-    return []
+    return not any(map(alive, group))

@@ -16,8 +16,8 @@ import pytest
 from holdfast import faults, proc
 from holdfast.proc import forkserver
 from holdfast.proc.forkserver import ForkServer
-from launch.node import alive, until
-from patience import HANG_S
+from kids import alive
+from patience import HANG_S, until
 
 
 @pytest.fixture

@@ -162,9 +162,10 @@ def test_old_failures_are_forgotten_after_the_window() -> None:
     assert (late.state, soon.state) == ("open", "failed")
 
 
-def test_a_lost_node_costs_no_restart() -> None:
-    """However often machines die, the workers' budget is theirs."""
+@pytest.mark.parametrize("kind", ["lost", "withdrew"])
+def test_a_node_that_goes_costs_no_restart(kind: str) -> None:
+    """However often machines die, or leave and come back, the workers' budget is theirs."""
     cycle = running("n0", "n1")
     for _ in range(50):
-        cycle = restart(cycle, Cause(kind="lost", node="n1"))
+        cycle = restart(cycle, Cause(kind=kind, node="n1"))
     assert (cycle.state, cycle.restarts, len(cycle.history)) == ("open", (), 20)

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from patience import until
 
 SMALL = (
     "steps=6",
@@ -75,13 +76,12 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_step(folder: Path, step: int, limit_s: float = 120.0) -> None:
     """Wait until a step is committed."""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        for one in events(folder):
-            if one["type"] == "step.committed" and one["step"] >= step:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"step {step} was not begun within {limit_s} s")
+
+    def is_there() -> bool:
+        told = [one for one in events(folder) if one["type"] == "step.committed"]
+        return any(one["step"] >= step for one in told)
+
+    until(is_there, f"step {step}", limit_s)
 
 
 def left_over(folder: Path) -> list[str]:

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.run.ending import differences
+from patience import until
 
 from . import runs
 
@@ -88,9 +88,7 @@ def test_kill_the_supervisor_and_clean(tmp_path: Path) -> None:
         runs.wait_for_step(folder, 2)
         os.kill(child.pid, signal.SIGKILL)
         child.wait(timeout=30)
-    until = time.monotonic() + 20.0
-    while time.monotonic() < until and len(runs.left_over(folder)) > 1:
-        time.sleep(0.1)
+    until(lambda: len(runs.left_over(folder)) == 1, lambda: str(runs.left_over(folder)))
     assert runs.left_over(folder) == [str(runs.store_of(folder))]
     runs.holdfast("clean", folder, limit_s=60)
     assert runs.left_over(folder) == []

@@ -64,20 +64,6 @@ def test_a_shipped_history_is_judged(path: Path, capsys: pytest.CaptureFixture[s
     assert str(verdict) in capsys.readouterr().out
 
 
-def test_a_verdict_can_be_read() -> None:
-    """It shows the order that was possible and the operations that did not fit."""
-    verdict = check(load(SHIPPED / "bad_histories" / "stale_read.jsonl"))
-    assert str(verdict).splitlines() == [
-        "violated (3 states explored)",
-        "not linearizable: x",
-        "in order, 2 operations:",
-        "  [0..1] a: Write(key='x', value=1) -> None",
-        "  [2..3] a: Write(key='x', value=2) -> None",
-        "could not be placed:",
-        "  [4..5] b: Read(key='x') -> 1",
-    ]
-
-
 # ---- against brute force -----------------------------------------------------------------
 
 
@@ -319,13 +305,6 @@ def test_impossible_records_are_mistakes() -> None:
     for call in (Cas("x", None, 1), Multi(reads=("x", "y"))):
         with pytest.raises(Mistake):
             check([Operation("p", 1, 2, call, None)])
-
-
-def test_an_empty_history_is_possible() -> None:
-    """So is one that only says what nobody knows."""
-    assert check([]).ok
-    assert check_revisions([]).ok
-    assert check([Operation("p", 1, None, Write("x", 1)), Operation("p", 2, 3, Multi(), ())]).ok
 
 
 def test_a_saved_history_is_the_same(tmp_path: Path) -> None:

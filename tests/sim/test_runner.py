@@ -52,14 +52,6 @@ def test_a_seed_is_the_same_story_in_every_process(name: str, seed: int) -> None
     assert len(told.pop().splitlines()) > 20
 
 
-@pytest.mark.long
-def test_the_sound_protocol_holds() -> None:
-    """A hundred schedules here; thousands in `make test-long`."""
-    for summary in search(protocols.find("election"), range(100)):
-        assert summary.failure is None, summary.failure
-    assert summary.steps > 100 * 300
-
-
 def test_the_simulation_runs_production_code() -> None:
     """Not a copy: renaming a production function breaks the simulation's import."""
     assert simulated.ElectionProtocol()._election is election.Election

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from gateway.service import Service, serve, wait_for
+from gateway.service import Service, serve
 from holdfast import ledger
-from patience import HANG_S
+from patience import HANG_S, until
 
 SDKS = Path(__file__).parents[2] / ".venv-sdks" / "bin" / "python"
 JOB = "one"
@@ -41,11 +41,15 @@ def encode(text):
 def decode(tokens):
     known = range(FIRST, FIRST + len(CHARACTERS))
     return "".join(CHARACTERS[one - FIRST] for one in tokens if one in known)
-def datum(text, weights=None):
+def datum(text, types=types):
     ids = [1, *encode(text), END]
+    count = len(ids) - 1
     return types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={"target_tokens": ids[1:], "weights": weights or [1.0] * (len(ids) - 1)},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=ids[1:], dtype="int64", shape=[count]),
+            "weights": types.TensorData(data=[1.0] * count, dtype="float32", shape=[count]),
+        },
     )
 """
 
@@ -165,7 +169,7 @@ def house(
         service.create(JOB, {"holdfast": {"policy": policy or {}}})
         there = House(service)
         try:
-            wait_for(lambda: service.state(JOB) == "RUNNING", "the job runs", START_S)
+            until(lambda: service.state(JOB) == "RUNNING", "the job runs", START_S)
         except AssertionError:
             pytest.fail(f"no trainer after {time.monotonic() - began:.0f} s:\n{there.log()}")
         yield there

@@ -118,6 +118,10 @@ class Living:
     def vault(self) -> Any:
         return self.core.vault
 
+    @property
+    def ledger(self) -> Ledger:
+        return self.core.runtime.ledger
+
     async def model(self, load: str = "") -> tuple[str, ops.Outcome]:
         """A new model, and what came of its creation."""
         self.session = self.session or await self.core.create_session()
@@ -140,6 +144,12 @@ class Living:
         """The next operation of a line."""
         self.numbers[line] = self.numbers.get(line, 0) + 1
         return await self.hear(await self.core.submit(line, self.numbers[line], op))
+
+    async def save(self, model: str, name: str) -> str:
+        """Save weights and optimizer; the path."""
+        saved = await self.do(model, ops.SaveWeights(name=name))
+        assert isinstance(saved, ops.Saved), saved
+        return saved.path
 
     async def sampler(self, path: str) -> str:
         """A sampling session."""

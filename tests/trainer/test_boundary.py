@@ -19,7 +19,7 @@ from holdfast.trainer.journal import Journal
 from holdfast.trainer.records import Keys
 from holdfast.trainer.seams import Vault
 from holdfast.trainer.vault import WeightsVault
-from trainer.living import KEYS, STEP, living
+from trainer.living import KEYS, STEP, Living, living
 
 SAMPLE = ops.Sample(prompt=b"")
 life = functools.partial(living, room_s=0)
@@ -49,10 +49,7 @@ async def test_a_sample_of_gone_weights_is_the_callers_error(
     tmp_path: Path, folder: str, warm: bool, way: str
 ) -> None:
     """However they went, and whether they are still in memory; files and records are gone."""
-    async with (
-        ledgers.open("memory:") as ledger,
-        life(ledger, vault=real_vault(tmp_path)) as there,
-    ):
+    async with life(vault=real_vault(tmp_path)) as there:
         model, _ = await there.model()
         ttl = 3600 if way == "expired" else None
         first: ops.Op = ops.SaveForSampler(name="x", ttl_s=ttl)
@@ -79,11 +76,11 @@ async def test_a_sample_of_gone_weights_is_the_callers_error(
         await there.upkeep.look()
         channel = f"{model}.{'w' if folder == 'weights' else 's'}.x"
         assert not (tmp_path / channel / f"step_{save.version}").exists()
-        versions = (await ledger.range(f"/runs/r/weights/{channel}/live/versions/")).entries
+        versions = (await there.ledger.range(f"/runs/r/weights/{channel}/live/versions/")).entries
         assert len(versions) == (way == "overwritten")
         if way != "overwritten":
             assert not (tmp_path / channel).exists()
-            assert await ledger.get(KEYS.save(*where)) is None
+            assert await there.ledger.get(KEYS.save(*where)) is None
             assert blamed(await there.do(model, ops.LoadWeights(path=saved.path))) == "user"
             with pytest.raises(NotFound):
                 await there.sampler(saved.path)
@@ -136,15 +133,12 @@ async def test_what_was_said_of_saved_weights_is_known_to_the_successor(tmp_path
 
 async def test_published_weights_are_found_by_their_job_only(tmp_path: Path) -> None:
     """A mark in listings opens nothing: neither another account nor another job finds them."""
-    async with (
-        ledgers.open("memory:") as ledger,
-        life(ledger, vault=real_vault(tmp_path)) as there,
-    ):
+    async with life(vault=real_vault(tmp_path)) as there:
         model, _ = await there.model()
         await there.do(model, ops.SaveWeights(name="x"))
         await there.core.saves.change((model, "weights", "x"), public=True)
         for keys in (Keys("r", "y", "j"), Keys("r", "x", "k")):
-            async with life(ledger, vault=real_vault(tmp_path), keys=keys) as other:
+            async with life(there.ledger, vault=real_vault(tmp_path), keys=keys) as other:
                 await other.model()
                 for path in (f"tinker://{model}/weights/x", "x"):
                     with pytest.raises(NotFound):
@@ -155,10 +149,7 @@ async def test_published_weights_are_found_by_their_job_only(tmp_path: Path) -> 
 
 async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> None:
     """The old weights go, the new ones stay, with their record and their files."""
-    async with (
-        ledgers.open("memory:") as ledger,
-        life(ledger, vault=real_vault(tmp_path)) as there,
-    ):
+    async with life(vault=real_vault(tmp_path)) as there:
         model, _ = await there.model()
         where = (model, "weights", "x")
         await there.do(model, ops.SaveWeights(name="x"))
@@ -170,7 +161,7 @@ async def test_a_name_that_is_used_again_while_it_is_deleted(tmp_path: Path) -> 
         assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded), (
             "the new weights cannot be loaded"
         )
-        assert await ledger.get(KEYS.save(*where)) is not None
+        assert await there.ledger.get(KEYS.save(*where)) is not None
 
 
 # ---- the boundary, per operation -------------------------------------------------------
@@ -184,27 +175,46 @@ LOAD_ERRORS = {
 }
 
 
+async def refusals(there: Living, model: str, sampler: str, path: str) -> set[str]:
+    """Who is blamed by everything that needs these weights; what began with them is no model."""
+    sampled = await there.do(sampler, SAMPLE)
+    loaded = await there.do(model, ops.LoadWeights(path=path))
+    new, created = await there.model(load=path)
+    assert isinstance(await there.do(new, STEP), ops.Failed)
+    return {blamed(one) for one in (sampled, loaded, created)}
+
+
 @pytest.mark.parametrize("name", LOAD_ERRORS)
 async def test_weights_that_cannot_be_read_are_an_answer(name: str) -> None:
     """To a sample, to load_weights and to a model that begins with them; nothing is changed."""
     error, category = LOAD_ERRORS[name]
     async with life() as there:
         model, _ = await there.model()
-        saved = await there.do(model, ops.SaveWeights(name="x"))
-        assert isinstance(saved, ops.Saved)
-        sampler = await there.sampler(saved.path)
+        path = await there.save(model, "x")
+        sampler = await there.sampler(path)
         there.vault.trouble["load"] = error
-        assert blamed(await there.do(sampler, SAMPLE)) == category
-        assert blamed(await there.do(model, ops.LoadWeights(path=saved.path))) == category
-        new, created = await there.model(load=saved.path)
-        assert blamed(created) == category
-        assert isinstance(await there.do(new, STEP), ops.Failed)
+        assert await refusals(there, model, sampler, path) == {category}
         stepped = await there.do(model, STEP)
         assert isinstance(stepped, ops.Stepped)
         assert stepped.metrics["count"] == 2, "the base, and this step: nothing was loaded"
         del there.vault.trouble["load"]
         assert isinstance(await there.do(sampler, SAMPLE), ops.Stepped)
-        assert isinstance(await there.do(model, ops.LoadWeights(path=saved.path)), ops.Loaded)
+        assert isinstance(await there.do(model, ops.LoadWeights(path=path)), ops.Loaded)
+
+
+async def test_damaged_weights_are_an_answer(tmp_path: Path) -> None:
+    """One bit is not as it was saved: category server, to each operation that needs the weights.
+    Nothing else suffers."""
+    async with life(vault=real_vault(tmp_path)) as there:
+        model, _ = await there.model()
+        path = await there.save(model, "x")
+        sampler = await there.sampler(path)
+        (file,) = tmp_path.glob(f"{model}.w.x/step_*/*.safetensors")
+        raw = file.read_bytes()
+        file.chmod(0o600)
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        assert await refusals(there, model, sampler, path) == {"server"}
+        assert isinstance(await there.do(model, STEP), ops.Stepped)
 
 
 READS: dict[str, tuple[ops.Op, list[str]]] = {
@@ -224,10 +234,9 @@ async def test_a_bug_in_what_only_reads_is_an_answer(name: str, error: Exception
     op, calls = READS[name]
     async with life() as there:
         line, _ = await there.model()
-        saved = await there.do(line, ops.SaveWeights(name="begin"))
-        assert isinstance(saved, ops.Saved)
+        path = await there.save(line, "begin")
         if name == "sample":
-            line = await there.sampler(saved.path)
+            line = await there.sampler(path)
         for call in calls:
             for part in (there.compute, there.vault):
                 part.trouble[call] = error

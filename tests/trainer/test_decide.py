@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from holdfast.errors import Exists, Gone, Mistake, NotFound, Unavailable
 from holdfast.jobs.policy import Policy
 from holdfast.trainer import ops
-from holdfast.trainer.book import Book
 from holdfast.trainer.decide import MAX_AHEAD, CoreState, read_promise
 from holdfast.trainer.line import Arrival
 from holdfast.trainer.records import Content, Entry, Model, Sampler, Session
@@ -147,34 +146,6 @@ def test_lines_take_turns() -> None:
         turns.append(state.name)
         state.line.finish(state.line.next() or 0)
     assert turns == ["s-0", "s-s0"] * 3
-
-
-def test_a_successor_answers_the_same() -> None:
-    """From the records of its predecessor: duplicates, results, and what is still to be done."""
-    known = begun()
-    state = known.lines["s-0"]
-    for number in range(4):
-        known.added(state, number, entry())
-        if number < 3:
-            state.line.finish(number)
-            settle(known, state, number)
-    assert state.model is not None
-    book = Book(
-        sessions=dict(known.sessions),
-        models={"s-0": state.model},
-        entries={"s-0": dict(state.line.entries)},
-        results={"s-0": dict(state.line.results)},
-    )
-    later = CoreState(Policy())
-    later.open(book, {"s-0": 1}, 5.0)
-    later.validate()
-    assert later.lines["s-0"].line.next() == 2
-    assert arrive(later, "s-0", 3) is Arrival.DUPLICATE
-    for number in range(4):
-        assert later.result(later.lines["s-0"], number) == known.result(state, number)
-    settle(later, later.lines["s-0"], 3)
-    orders = [one.order for one in later.lines["s-0"].line.results.values()]
-    assert orders == sorted(set(orders))
 
 
 @pytest.mark.parametrize("what", ["order", "both", "seen"])

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gateway.service import wait_for
+from patience import until
 from trainer.house import House, Program, house
 
 STEPS = 8
@@ -37,12 +37,6 @@ for step in range({STEPS}):
         wish = types.SamplingParams(max_tokens=8, seed=3)
         drawn = sampler.sample(prompt=prompt, num_samples=2, sampling_params=wish).result()
         say(tokens=[one.tokens for one in drawn.sequences])
-if rank == 0:
-    try:
-        service.create_lora_training_client(base_model=BASE, rank=4)
-        say(refused=False)
-    except Exception as error:
-        say(refused="without --fsdp" in str(error))
 say(path=client.save_state("end").result().path)
 """
 FSDP = ("--ranks", "2", "--fsdp")
@@ -125,7 +119,7 @@ def test_ranks_that_die_are_only_a_pause(
         for one in victims:
             os.kill(before[one].pid, signal.SIGKILL)
         old = {one.pid for one in before}
-        wait_for(
+        until(
             lambda: len(ranks(there)) == 2 and not {one.pid for one in ranks(there)} & old,
             "both ranks are new",
             60,
@@ -133,4 +127,3 @@ def test_ranks_that_die_are_only_a_pause(
         found = outcome(there, program)
     assert found == (undisturbed(*flags) if flags == FSDP else undisturbed())
     assert found[0][0]["loss"] > found[0][STEPS]["loss"]
-    assert flags != FSDP or found[0][-1]["refused"], "adapters are refused"

@@ -11,7 +11,7 @@ from holdfast.errors import UnknownOutcome
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.transfer import Store
 from holdfast.transfer.queue import Item, Queue
-from patience import HANG_S
+from patience import auntil
 
 Opener = Callable[..., Awaitable[Queue]]
 
@@ -83,13 +83,6 @@ async def opening(ledger: Ledger, store: Store, name: str) -> AsyncIterator[Open
         yield opened
 
 
-async def until(what: Callable[[], bool]) -> None:
-    """Wait for something that comes by itself."""
-    async with asyncio.timeout(HANG_S):
-        while not what():
-            await asyncio.sleep(0.005)
-
-
 def items(count: int, *, first: int = 0, **how: Any) -> list[Item]:
     """Samples s0, s1, ..., with their numbers as the field `x`."""
     return [Item(f"s{at}", {"x": at}, **how) for at in range(first, first + count)]
@@ -100,4 +93,4 @@ async def end_of(ledger: Ledger, queue: Queue, *, seen: bool = True) -> None:
     member = queue._desk.member
     await ledger.revoke(int(member.rpartition("-")[2]))
     if seen:
-        await until(lambda: member not in queue._desk.view.members)
+        await auntil(lambda: member not in queue._desk.view.members)

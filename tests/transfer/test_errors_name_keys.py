@@ -7,17 +7,13 @@ import pytest
 from holdfast import transfer
 from holdfast.errors import (
     BatchFailed,
-    Corrupt,
     Gone,
     HoldfastError,
     NoRoom,
     NotFound,
-    Unavailable,
-    UnknownOutcome,
 )
 from holdfast.servers import RedisServer
 from holdfast.transfer import Store
-from transfer.faulty import Faulty
 from transfer.outcomes import ONCE
 
 KEYS = ["user/key-1", "user/key-2"]
@@ -57,29 +53,11 @@ def test_what_is_missing_replaced_or_deleted(store: Store) -> None:
     old = store.put(dict.fromkeys(KEYS, b"1"))
     store.put(dict.fromkeys(KEYS, b"22"))
     check(store.get(old.values(), partial=True).failures, Gone)
+    with pytest.raises(BatchFailed) as caught, store.view(old.values()):
+        pass
+    check(caught.value.failures, Gone)
     store.delete(KEYS)
     check(store.get(old.values(), partial=True).failures, Gone)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Unavailable("the line is down"),
-        Unavailable("some other name for it", key="holdfast:elsewhere"),
-        UnknownOutcome("no answer"),
-        Corrupt("half of it"),
-    ],
-    ids=lambda fault: type(fault).__name__ + (" elsewhere" if fault.key else ""),
-)
-def test_what_a_back_end_says_of_a_whole_call(store: Store, fault: HoldfastError) -> None:
-    """One error for many keys becomes one of each key; retries do not lose the name."""
-    wrapped = Faulty(store.backend)
-    broken = Store(wrapped, ONCE)  # type: ignore[arg-type]
-    wrapped.puts = {key: [fault] for key in KEYS}
-    failed(broken, type(fault), "put")
-    store.put(dict.fromkeys(KEYS, b"1"))
-    wrapped.gets = {key: [fault] for key in KEYS}
-    failed(broken, type(fault), "get")
 
 
 def test_shared_memory_that_is_full(shm_url: str) -> None:

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import Corrupt, Gone, Mistake, TooLarge
+from holdfast.errors import Corrupt, Mistake, TooLarge
 from holdfast.transfer import connect
 from holdfast.transfer.frame import (
-    ALIGN,
     MAX_HEAD,
     MAX_KEY_BYTES,
     Kind,
@@ -36,16 +35,6 @@ def opened(frame: bytearray, wanted: Ref | str) -> bytes:
     payload = bytes(frame[head.nbytes :])
     prove(head, (payload,), wanted)
     return payload
-
-
-@pytest.mark.parametrize("kind", ["none", "bytes", "object", "array", "tensor", "jagged"])
-def test_a_frame_says_what_was_put(kind: Kind) -> None:
-    frame, ref = framed(kind)
-    head = open_head(frame, ref)
-    assert (head.kind, head.key, head.generation, head.size) == (kind, "key", 5, len(PAYLOAD))
-    assert head.nbytes % ALIGN == 0
-    assert ref.nbytes == len(frame)
-    assert opened(frame, ref) == opened(frame, "key") == PAYLOAD
 
 
 @pytest.mark.parametrize("payload", [b"", PAYLOAD])
@@ -78,22 +67,6 @@ def test_a_value_of_another_key_is_not_this_one() -> None:
         opened(frame, "key")
     with pytest.raises(Corrupt, match="another key"):
         opened(frame, Ref("key", ref.generation, ref.checksum, ref.nbytes))
-
-
-def test_a_value_of_another_time_is_stale() -> None:
-    """Same bytes put again are another value; the plain key means whatever is there."""
-    frame, _ = framed(generation=6)
-    _, old = framed(generation=5)
-    with pytest.raises(Gone):
-        opened(frame, old)
-    assert opened(frame, "key") == PAYLOAD
-
-
-def test_a_payload_in_parts_is_the_same_payload() -> None:
-    whole, ref = framed("bytes")
-    head, parted = make_head("bytes", "key", 5, (PAYLOAD[:7], PAYLOAD[7:], b""))
-    assert parted == ref
-    assert head + PAYLOAD == whole
 
 
 def test_a_head_alone_can_be_read() -> None:

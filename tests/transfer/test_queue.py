@@ -92,9 +92,14 @@ async def test_putting_a_sample_again_does_nothing_even_after_it_was_consumed(
 
 
 async def test_what_is_released_or_left_unacknowledged_is_given_again(queue: Queue) -> None:
+    """It cannot be acknowledged any more: saying nothing would mean that it is done with."""
     await queue.put(items(4))
     async with await queue.claim("train", 3) as batch:
         await batch.acknowledge(["s1"])
+    await batch.acknowledge(["s1"])
+    for keys in (None, ["s0"]):
+        with pytest.raises(Fenced, match="released"):
+            await batch.acknowledge(keys)
     assert (await queue.claim("train", 3)).keys == ["s0", "s2", "s3"]
     with pytest.raises(Mistake, match="not in this batch"):
         await batch.acknowledge(["s3"])

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from holdfast.transfer import Store
 from holdfast.transfer.redis import RedisBackend, from_url
 from holdfast.transfer.redis_pool import MOST_CONNECTIONS
 from holdfast.transfer.resp import Address, Answer, Wire, command
-from patience import HANG_S
+from patience import HANG_S, until
 from transfer.conftest import QUICK
 from transfer.outcomes import (
     ONCE,
@@ -52,13 +52,6 @@ def ask(server: RedisServer, *words: str | bytes | int) -> Answer:
     """What the server itself says, by another connection."""
     with contextlib.closing(Wire(Address(server.host, server.port), 5.0)) as wire:
         return wire.ask([command(*words)])[0]
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = HANG_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -159,9 +152,9 @@ def test_what_a_killed_writer_leaves_behind_expires(own: RedisServer) -> None:
             proxy.do(lambda it: it.throttle(2_000_000, direction="to_server"))
             argv = [sys.executable, "-c", WRITER, str(proxy.address[1])]
             with spawn(argv, name="writer") as writer:
-                wait_for(lambda: len(_unfinished(own)) == 1)
+                until(lambda: len(_unfinished(own)) == 1)
                 (name,) = _unfinished(own)
-                wait_for(lambda: _number(ask(own, "HLEN", name)) > 6)
+                until(lambda: _number(ask(own, "HLEN", name)) > 6)
                 writer.kill_group()
         assert 0 < _number(ask(own, "TTL", name)) <= 120
         assert store.get(["k"]) == {"k": b"old"}
@@ -470,7 +463,7 @@ def test_no_acknowledged_put_is_lost_by_kill_9(own: RedisServer) -> None:
         try:
             for _ in range(3):
                 known = sum(map(len, done.values()))
-                wait_for(lambda known=known: sum(map(len, done.values())) > known + 100)  # type: ignore[misc]
+                until(lambda known=known: sum(map(len, done.values())) > known + 100)  # type: ignore[misc]
                 own.kill()
                 own.restart()
         finally:

@@ -140,10 +140,3 @@ def test_noise_is_never_more_than_a_lost_connection() -> None:
 def test_a_bad_greeting(hello: bytes, error: type[Exception]) -> None:
     with server(hello=hello) as address, pytest.raises(error):
         Wire(address, 0.5)
-
-
-def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = Address(*listener.getsockname())
-    with pytest.raises(Unavailable, match="no Redis"):
-        Wire(address, 0.5)

@@ -23,8 +23,8 @@ from holdfast.transfer.queue import Item, Queue, balanced
 from holdfast.transfer.queue.desk import Change
 from holdfast.transfer.queue.records import Config, Keys, Member, State
 from holdfast.transfer.queue.steps import Steps
-from patience import HANG_S
-from transfer.members import Opener, Runtime, cut_off, end_of, gate, hang, items, lost, until
+from patience import HANG_S, auntil
+from transfer.members import Opener, Runtime, cut_off, end_of, gate, hang, items, lost
 
 
 @pytest.fixture
@@ -153,23 +153,10 @@ async def test_a_late_acknowledgement_is_fenced_even_when_the_block_is_gone(
     batch = await queue.claim("train", 4)
     await end_of(ledger, queue)
     await (await other.claim("train", 2)).acknowledge()
-    await until(lambda: 0 not in queue._desk.view.blocks)
+    await auntil(lambda: 0 not in queue._desk.view.blocks)
     with pytest.raises(Fenced):
         await batch.acknowledge()
     assert other.behind()["train"] == 2
-
-
-async def test_what_was_released_cannot_be_acknowledged(opener: Opener) -> None:
-    """Saying nothing would mean that it is done with; it is given to somebody else."""
-    queue = await opener()
-    await queue.put(items(2))
-    async with await queue.claim("train", 2) as batch:
-        await batch.acknowledge(["s0"])
-    await batch.acknowledge(["s0"])
-    for keys in (None, ["s1"]):
-        with pytest.raises(Fenced, match="released"):
-            await batch.acknowledge(keys)
-    assert (await queue.claim("train", 1)).keys == ["s1"]
 
 
 # ---- claiming --------------------------------------------------------------------
@@ -216,7 +203,7 @@ async def test_everything_that_a_claim_dropped_is_told(opener: Opener) -> None:
     queue = await opener()
     await queue.put(items(2, version=0) + items(1, first=2, version=9))
     waiting = asyncio.create_task(queue.claim("train", 2, max_lag=1))
-    await until(lambda: queue.behind()["train"] == 1)
+    await auntil(lambda: queue.behind()["train"] == 1)
     await queue.put(items(1, first=3, version=9))
     batch = await waiting
     assert (batch.keys, batch.dropped) == (["s2", "s3"], ["s0", "s1"])
@@ -254,10 +241,10 @@ async def test_a_view_that_is_ahead_of_an_answer_does_not_wait_for_it(
     async def overtake(_: Any) -> None:  # before the answer is looked at, there is more
         if gone:
             await held.acknowledge()
-            await until(lambda: 0 not in queue._desk.view.blocks)
+            await auntil(lambda: 0 not in queue._desk.view.blocks)
         else:
             await other.claim("train", 2)
-            await until(lambda: queue._desk.view.blocks[0].task("train").entry is not None)
+            await auntil(lambda: queue._desk.view.blocks[0].task("train").entry is not None)
 
     desk = queue._desk
     await desk.seat()
@@ -309,7 +296,7 @@ async def test_a_field_that_comes_too_late_leaves_nothing_in_the_store(
 
     async def meddle() -> None:
         await (await other.claim("train", 3)).acknowledge()
-        await until(lambda: 0 not in queue._desk.view.blocks)
+        await auntil(lambda: 0 not in queue._desk.view.blocks)
 
     gate(queue).before_txn.append(meddle)
     await queue.put_fields({"s0": {"late": 1}, "s2": {"late": 1}, "s3": {"late": 3}})
@@ -324,7 +311,7 @@ async def test_a_queue_that_is_closed_gives_nothing_and_holds_nobody(
     """Whoever waits is told; whoever asks afterwards does not become a member again."""
     async with Queue(store, ledger, "q", ["train"], lease_s=5.0) as queue:
         waiting = asyncio.create_task(queue.claim("train", 1))
-        await until(lambda: bool(queue._desk.view.members))
+        await auntil(lambda: bool(queue._desk.view.members))
     with pytest.raises(Mistake, match="closed"):
         async with asyncio.timeout(2.0):
             await waiting

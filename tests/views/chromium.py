@@ -1,6 +1,5 @@
 """A real Chromium, driven through its DevTools port: no other package is needed."""
 
-import asyncio
 import base64
 import contextlib
 import os
@@ -12,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from holdfast import proc
+from patience import auntil
 
 LIMIT_S = 60.0
 
@@ -52,9 +52,7 @@ class Tab:
 
     async def until(self, script: str) -> None:
         """Wait until a script gives something true."""
-        async with asyncio.timeout(LIMIT_S):
-            while not await self.look(script):
-                await asyncio.sleep(0.05)
+        await auntil(lambda: self.look(script), script)
 
     async def shape(self, width: int, *, dark: bool = False) -> None:
         """The size of the window, and the colours that its owner likes."""
@@ -78,9 +76,7 @@ async def tab(program: str, folder: Path, url: str) -> AsyncIterator[Tab]:
     child = proc.spawn(command, name="chromium", log=folder / "chromium.log")
     try:
         told = profile / "DevToolsActivePort"
-        async with asyncio.timeout(LIMIT_S):
-            while not (told.exists() and told.read_text().count("\n")):
-                await asyncio.sleep(0.05)
+        await auntil(lambda: told.exists() and told.read_text().count("\n"))
         port = int(told.read_text().splitlines()[0])
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:

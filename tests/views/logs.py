@@ -16,7 +16,7 @@ import msgspec
 import holdfast.launch.crew
 import holdfast.trainer.journal
 import holdfast.trainer.runner  # noqa: F401 -- for their events
-from holdfast.events import Event, EventLog, types
+from holdfast.events import Event, EventLog
 from holdfast.views.picture import Picture
 from holdfast.views.told import known, parse
 
@@ -58,15 +58,6 @@ def data_of(report: Path) -> dict[str, Any]:
     )
     assert found is not None
     return dict(json.loads(found[1]))
-
-
-def event_of(kind: str, fields: Mapping[str, Any]) -> Event:
-    """An event of this type with these fields; of the others nothing is said."""
-    known()
-    form = types()[kind]
-    hints = get_type_hints(form)
-    needed = [one.name for one in msgspec.structs.fields(form) if one.required]
-    return form(**{**{name: _BLANKS[hints[name]] for name in needed}, **fields})
 
 
 class House:
@@ -114,7 +105,8 @@ class House:
             log = EventLog(path, process=process, now=lambda: self.at)
             log._pid = pid  # the only thing about these processes that is not real
             self._logs[process, pid] = log
-        self._logs[process, pid].emit(event_of(kind, fields))
+        assert fields.keys() <= get_type_hints(known()[kind]).keys()
+        self._logs[process, pid].emit(told(kind, self.at, process, pid, **fields))
 
     def begin(self, *, resumed: bool = False) -> None:
         """The supervisor starts everything."""

@@ -1,17 +1,10 @@
 """The parent's end of `children.py`: start a child, talk to it, stop it, look at what is left."""
 
-import asyncio
 import contextlib
-import inspect
+import functools
 import json
 import os
-import select
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,128 +12,21 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from holdfast import faults, ledger, proc
+import kids
+from holdfast import ledger
 from holdfast.errors import HoldfastError
 from holdfast.ledger import Ledger
 from holdfast.weights import Publisher, Retention, Subscriber
 from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import Layout
+from kids import Kid
 from patience import HANG_S
 from weights.children import read_pin
 
 HERE = Path(__file__).parent
 LIMIT_S = HANG_S
-
-
-class Kid:
-    """A running child. Every wait has a limit and tells what it waited for."""
-
-    def __init__(self, child: proc.Child, faults_log: Path | None = None) -> None:
-        assert child.process.stdout is not None
-        assert child.process.stdin is not None
-        self.child = child
-        self.faults_log = faults_log
-        self._out = child.process.stdout.fileno()
-        self._in = child.process.stdin
-        self._heard = b""
-
-    def hear(self, what: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
-        """The child's next message of this kind; messages before it are dropped."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            line, newline, rest = self._heard.partition(b"\n")
-            if newline:
-                self._heard = rest
-                message: dict[str, Any] = json.loads(line)
-                if message["what"] == what:
-                    return message
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._out], [], [], left)[0]:
-                raise AssertionError(f"{self.child.name} did not say {what} in {limit_s} s")
-            data = os.read(self._out, 1 << 16)
-            if not data:
-                code = self.child.wait(HANG_S)
-                raise AssertionError(f"{self.child.name} ended with {code} before {what}")
-            self._heard += data
-
-    async def ahear(self, what: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
-        """`hear`, beside other things that go on."""
-        return await asyncio.to_thread(self.hear, what, limit_s)
-
-    def tell(self, text: object) -> None:
-        """Send a line."""
-        self._in.write(f"{text}\n".encode())
-        self._in.flush()
-
-    async def killed(self) -> str:
-        """Wait until the child was killed; returns the fault point, if that did it."""
-        code = await asyncio.to_thread(self.child.wait, LIMIT_S)
-        assert code == -signal.SIGKILL, f"{self.child.name} ended with {code}"
-        return self.fired()
-
-    async def stopped(self) -> str:
-        """Wait until the child is stopped; returns the fault point, if that did it."""
-        await asyncio.to_thread(self.child.wait_until, lambda: _state(self.child.pid) == "T")
-        return self.fired()
-
-    def fired(self) -> str:
-        """The fault point that has acted last."""
-        if self.faults_log is None or not self.faults_log.exists():
-            return ""
-        found: str = json.loads(self.faults_log.read_text().splitlines()[-1])["point"]
-        return found
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-@contextlib.contextmanager
-def start(
-    what: str,
-    /,
-    *,
-    fault: str = "",
-    under: Sequence[str] = (),
-    folder: Path,
-    program: str = "children.py",
-    **args: object,
-) -> Iterator[Kid]:
-    """Start a child; it is killed at the end. `under` runs it in another program."""
-    env = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    log = None
-    if fault:
-        log = folder / f"faults-{what}-{time.monotonic_ns()}"
-        env |= {faults.PLAN_VARIABLE: fault, faults.LOG_VARIABLE: str(log)}
-    with proc.spawn(
-        [*under, sys.executable, str(HERE / program), what, json.dumps(args)],
-        name=what,
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        try:
-            yield Kid(child, log)
-        finally:
-            child.signal(signal.SIGCONT)  # so that nobody waits for a stopped process
-
-
-def points(prefix: str) -> list[str]:
-    """Every declared fault point below a prefix."""
-    found = [name for name in faults.catalogue().points if name.startswith(prefix)]
-    assert found
-    return found
-
-
-def need_strace() -> str:
-    """The program strace; without it the test cannot be done."""
-    found = shutil.which("strace")
-    if found is None:
-        missing = pytest.fail if os.environ.get("CI") else pytest.skip
-        missing("strace is not installed (package strace)")
-    return found
+start = functools.partial(kids.start, HERE / "children.py")
 
 
 async def go(*kids: Kid) -> None:
@@ -301,16 +187,6 @@ def damage(folder: Path, shard: str, what: str) -> None:
                 path.symlink_to(folder.parent / "elsewhere")
             elif what == "a pipe for a shard":
                 os.mkfifo(path)
-
-
-async def until(true: Callable[[], Any]) -> None:
-    """Wait for something that others bring about, and that is seen at once or asked for."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            found = true()
-            if await found if inspect.isawaitable(found) else found:
-                return
-            await asyncio.sleep(0.02)
 
 
 def foreign(base: Path, step: int, *, stable: bool = True) -> Path:

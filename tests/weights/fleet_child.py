@@ -1,4 +1,4 @@
-"""The child processes of `test_fleet.py`: `python fleet_child.py NAME JSON`.
+"""The child processes of `test_fleet.py` and `test_loss.py`: `python fleet_child.py NAME JSON`.
 
 A replica answers on a loopback port, one JSON line per connection, with what it computes. No
 torch here: the children should start quickly. Times are those of the monotonic clock, which all
@@ -8,19 +8,23 @@ processes of a machine share.
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
 from holdfast import ledger
 from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Mistake, Unavailable
 from holdfast.weights import Pin, Subscriber
-from weights.children import say
+from weights.children import say, told
 
 ITEMS = 8
 
@@ -112,7 +116,26 @@ async def owner(url: str, version: int, stage_s: float, hold_s: float) -> None:
         say("done", serving=done.serving)
 
 
-CHILDREN: dict[str, Callable[..., Any]] = {"replica": replica, "owner": owner}
+async def engine(fragile: str) -> None:
+    """Hold one version, and another aside; be killed in the call that is `fragile`."""
+    aside = held = 0.0
+    while line := await told():
+        asked = json.loads(line)
+        if asked["do"] == fragile:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if asked["do"] == "stage":
+            [file] = Path(asked["path"]).glob("*.safetensors")
+            aside = float(safetensors.numpy.load_file(file)["w"].sum())
+        elif asked["do"] == "switch":
+            held, aside = aside, 0.0
+        say(asked["do"], held=held)
+
+
+CHILDREN: dict[str, Callable[..., Any]] = {
+    "replica": replica,
+    "owner": owner,
+    "engine": engine,
+}
 
 if __name__ == "__main__":
     asyncio.run(CHILDREN[sys.argv[1]](**json.loads(sys.argv[2])))

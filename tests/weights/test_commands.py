@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from holdfast import ledger, proc
-from holdfast.text import parse_bytes, size, table
+from holdfast.text import parse_bytes
 from holdfast.weights import Publisher, Retention, Subscriber
+from kids import Kid
 from patience import HANG_S
 from weights.command import rows, run
-from weights.family import Kid, foreign, start
+from weights.family import foreign, start
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 SHARD = "model.safetensors"
@@ -312,30 +313,29 @@ async def _one_reads(root: Path, number: int, done: Callable[[], None]) -> None:
         await asyncio.to_thread(done)
 
 
-def _foreign(root: Path, count: int) -> str:
-    """Versions of a trainer that is not ours, and one reader that was there once."""
-    for step in range(count):
-        foreign(root / "other", step)
-    asyncio.run(_one_reads(root, 0, lambda: None))
-    return str(root / "other")
-
-
-def test_sweep_deletes_versions_of_others_when_told(place: Place) -> None:
-    """They stay, unless --foreign says so; then what is pinned stays, and the newest. With a
-    ledger there is nothing to say."""
-    path = _foreign(place.root, 5)
-    words = ("sweep", path, "--ledger", "none", "--keep-last", "1")
-    for more in ((), ("--dry-run",)):
-        assert _rows(*words, *more)[0]["deleted"] == []
-    told = _rows(*words, "--foreign", "--dry-run")[0]["deleted"]
-    assert told == [0, 1, 2, 3]
-    assert len(_folders(path)) == 5
+def test_versions_of_another_trainer_are_seen_and_deleted_when_told(place: Place) -> None:
+    """Under `--ledger none`, also where nobody of ours has been; looking makes nothing. They stay
+    unless --foreign says so, then what is pinned stays, and the newest. With a ledger there is
+    nothing to say."""
+    folder = place.root / "other"
+    for step in range(5):
+        foreign(folder, step)
+    assert "give --ledger none" in _run("ls", str(folder), code=2)
+    where = (str(folder), "--ledger", "none")
+    assert "5 versions" in _run("ls", *where)
+    assert "only its structure" in _run("verify", *where)
+    words = ("sweep", *where, "--keep-last", "1")
+    assert _rows(*words, "--dry-run")[0]["deleted"] == []
+    assert _rows(*words, "--foreign", "--dry-run")[0]["deleted"] == [0, 1, 2, 3]
+    assert not (folder / ".holdfast").exists()
+    assert _rows(*words)[0]["deleted"] == []
+    assert len(_folders(folder)) == 5
 
     def sweep() -> None:
         assert _rows(*words, "--foreign")[0]["deleted"] == [0, 1, 3]
 
     asyncio.run(_one_reads(place.root, 2, sweep))
-    assert _folders(path) == ["step_2", "step_4"]
+    assert _folders(folder) == ["step_2", "step_4"]
     assert "leave --foreign out" in _run("sweep", place.path, "--foreign", code=2)
 
 
@@ -390,17 +390,6 @@ def _follow(place: Place, child: proc.Child, read: Callable[[], str]) -> None:
     assert child.wait(HANG_S) == 130
     assert "Traceback" not in read()
     assert not read().splitlines()[-1].startswith("holdfast:")
-
-
-def test_watch_for_people_stops_after_a_count(place: Place) -> None:
-    log = place.root / "watch.log"
-    with _watching(place.path, log, "--count", "2") as child:
-        place.publish(5)
-        assert child.wait(HANG_S) == 0
-    heading, opened, published = log.read_text().splitlines()
-    assert heading == f"watching {place.path} ({place.url})"
-    assert opened.split()[1:] == ["opened", "(by", "publisher,", "epoch", "2)"]
-    assert published.split()[1:4] == ["published", "version", "5"]
 
 
 # ---- marker files ------------------------------------------------------------------
@@ -557,6 +546,7 @@ def test_a_missing_package_is_named(package: str) -> None:
 
 
 def test_sizes() -> None:
+    """Numbers of bytes as people write them."""
     for text, count in (
         ("0", 0),
         ("512", 512),
@@ -566,16 +556,3 @@ def test_sizes() -> None:
         ("3k", 3 << 10),
     ):
         assert parse_bytes(text) == count
-    assert [size(count) for count in (0, 1023, 1024, 1 << 20, (1 << 30) - 1, 5 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.0 MiB",
-        "1.0 GiB",
-        "5.0 TiB",
-    ]
-    assert table(("A", "B", "C"), [("1", "", "x"), ("22", "", "")], "r") == [
-        " A  C",
-        " 1  x",
-        "22  -",
-    ]

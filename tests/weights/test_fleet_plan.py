@@ -67,15 +67,6 @@ def test_the_next_step(
         assert found.allowed == (1,)
 
 
-def test_a_failure_names_who_and_why() -> None:
-    """The owner reads in the problem which replica could not load the version, and why."""
-    members = [replica(failed=2, problem="no memory"), replica("b")]
-    found = advance(target("staging"), members, 120)
-    assert found is not None
-    assert "a: no memory" in found.problem
-    assert "b: did not load it in time" in found.problem
-
-
 def test_with_a_mix_only_what_will_be_forbidden_is_held() -> None:
     """Replicas of a version that stays allowed serve on; those of an older one must stop."""
     now = target("holding", staging=3, allowed=(2, 1), mix=1)

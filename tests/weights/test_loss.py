@@ -3,25 +3,23 @@
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+import kids
 from holdfast import proc
 from holdfast.contrib.fleets.fleet import FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Unavailable
 from holdfast.weights import Pin
-from weights.family import Kid, refused, until
+from kids import Kid
+from patience import auntil
+from weights.family import HERE, refused
 from weights.fleet_child import number
 from weights.test_fleet import POLICY, House, here, house
-
-CHILD = Path(__file__).with_name("loss_child.py")
 
 
 class ProcessEngine(Engine):
@@ -43,18 +41,12 @@ class ProcessEngine(Engine):
             return
         if not self.may_start:
             raise Unavailable("the process may not be started yet")
-        child = proc.spawn(
-            [sys.executable, str(CHILD), self.fragile],
-            name="engine",
-            env={"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        child = kids.start(HERE / "fleet_child.py", "engine", folder=HERE, fragile=self.fragile)
         self.fragile = ""
         self.started += 1
-        self.kid = Kid(self._lives.enter_context(child))
-        self._lives.callback(_close_input, child)
-        self._watching.append(asyncio.create_task(self._watch(child)))
+        self.kid = self._lives.enter_context(child)
+        self._lives.callback(_close_input, self.kid.child)
+        self._watching.append(asyncio.create_task(self._watch(self.kid.child)))
 
     async def _watch(self, child: proc.Child) -> None:
         while child.alive():
@@ -123,7 +115,7 @@ async def come_to(home: House, version: int, addresses: list[str]) -> None:
     async def offered() -> bool:
         return sorted(await home.fleet.addresses(version)) == addresses
 
-    await until(offered)
+    await auntil(offered)
 
 
 async def answers(replica: Replica, engine: ProcessEngine, version: int) -> None:
@@ -186,7 +178,7 @@ async def test_whoever_is_inside_is_waited_for(tmp_path: Path) -> None:
         await home.publish(2)
         async with replica.admit():
             engine.kill()
-            await until(lambda: engine.losses == 1)
+            await auntil(lambda: engine.losses == 1)
             assert replica.serving() is None
             with pytest.raises(Unavailable, match="far did not stop"):
                 await home.fleet.update(2)
@@ -210,22 +202,10 @@ async def test_what_was_staged_is_lost_as_well(tmp_path: Path) -> None:
             update = asyncio.create_task(home.fleet.update(2))
             await home.witness.until(lambda: home.witness.target.phase == "holding")
             engine.kill()
-            await until(lambda: engine.started == 2)
+            await auntil(lambda: engine.started == 2)
         await update
         await come_to(home, 2, ["here:0", "there:far"])
         await answers(replica, engine, 2)
-
-
-@pytest.mark.parametrize("call", ["stage", "switch"])
-async def test_killed_while_it_loads(tmp_path: Path, call: str) -> None:
-    """An engine that dies in the middle of a call is loaded again in a new life."""
-    async with house(tmp_path) as home, here(home, 1), remote(home, "far") as (replica, engine):
-        engine.fragile = call
-        await home.publish(1)
-        await home.fleet.update(1)
-        await come_to(home, 1, ["here:0", "there:far"])
-        await answers(replica, engine, 1)
-        assert engine.started == 2
 
 
 class Fading(ProcessEngine):
@@ -236,12 +216,16 @@ class Fading(ProcessEngine):
         await super().switch(pin)
         if self.started == 1:
             self.kill()
-            await until(lambda: self.losses == 1)
+            await auntil(lambda: self.losses == 1)
 
 
-async def test_lost_at_the_end_of_a_switch(tmp_path: Path) -> None:
-    """What was lost while it was loaded is not served, though nothing has failed."""
-    async with house(tmp_path) as home, remote(home, "far", Fading) as (replica, engine):
+@pytest.mark.parametrize("call", ["stage", "switch", "the end of a switch"])
+async def test_killed_while_it_loads(tmp_path: Path, call: str) -> None:
+    """An engine that dies in the middle of a call is loaded again in a new life; what was lost at
+    the very end of a call is not served either, though nothing has failed."""
+    kind = Fading if call == "the end of a switch" else ProcessEngine
+    async with house(tmp_path) as home, remote(home, "far", kind) as (replica, engine):
+        engine.fragile = call
         await home.publish(1)
         await home.fleet.update(1)
         await come_to(home, 1, ["there:far"])

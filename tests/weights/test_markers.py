@@ -33,8 +33,8 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.marker_seat import MarkerSeat
 from holdfast.weights.markers import Markers
 from holdfast.weights.records import Consumer
-from patience import HANG_S
-from weights.family import House, fill, foreign, refused, until, weights
+from patience import HANG_S, auntil
+from weights.family import House, fill, foreign, refused, weights
 
 LIMIT_S = HANG_S
 LEASE_S = 1.0
@@ -63,7 +63,7 @@ async def swept(publisher: Publisher, world: House, *gone: int) -> None:
         await publisher.sweep()
         return not set(gone) & set(world.folders())
 
-    await until(are_gone)
+    await auntil(are_gone)
 
 
 # ---- the same promises on every book -----------------------------------------
@@ -479,7 +479,7 @@ async def test_a_heartbeat_keeps_a_pin_beyond_its_lease(markers: House) -> None:
             async def lease_is_over() -> bool:
                 return (await book.view()).now_s > member.until_s
 
-            await until(lease_is_over)
+            await auntil(lease_is_over)
             await publisher.sweep()
             assert markers.folders() == [0, 1]
             await pin.check()
@@ -522,7 +522,7 @@ async def test_a_heartbeat_that_comes_too_late_does_not_revive(markers: House) -
             view = await book.view()
             return all(member.until_s <= view.now_s for member in view.members)
 
-        await until(dead)
+        await auntil(dead)
         with pytest.raises(LeaseLost):
             await seat._beat()  # what its heartbeat task does when it wakes up
         assert seat.lost.is_set()

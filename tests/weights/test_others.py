@@ -22,8 +22,9 @@ from holdfast.weights import Subscriber, open_publisher
 from holdfast.weights.channel import Channel
 from holdfast.weights.local import LocalDisk, LocalFile, LocalFolder
 from holdfast.weights.overview import collect
+from kids import Kid
 from weights.children import model, watch, write_marker
-from weights.family import House, Kid, go, house, start
+from weights.family import House, go, house, start
 
 LIMIT_S = 20.0
 BESIDE = "LOADED_STEP"

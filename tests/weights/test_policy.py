@@ -1,7 +1,5 @@
 """What may be deleted: tables, and any situation against a plain statement of the rules."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,14 +153,3 @@ def test_any_situation(
         assert used_bytes([one for one in disk if one.version in kept]) <= policy.max_bytes
     if not policy.max_bytes:
         assert all(not is_wanted(number) for number in drop)
-
-
-def test_a_large_channel_is_decided_quickly() -> None:
-    """10,000 versions and 1,000 consumers: no quadratic step (the benchmark has the figure)."""
-    disk = [OnDisk(one, {one: 1, 10**6 + one % 100: 5}) for one in range(10_000)]
-    pins = [Pin(f"c{one}", one * 7) for one in range(1_000)]
-    told = [Acknowledgement(f"c{one}", one * 9, "latest", 0) for one in range(1_000)]
-    began = time.process_time()
-    drop = deletable(disk, pins, told, Retention(keep_every=100, max_bytes=5_000), 0.0)
-    assert len(drop) > 7_000
-    assert time.process_time() - began < 2.0

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kids import Kid
 from weights.children import model
-from weights.family import House, Kid, go, house, start
+from weights.family import House, go, house, start
 
 LEASE_S = 1.5
 

@@ -23,8 +23,8 @@ from holdfast.weights.manifest import MAX_MANIFEST_BYTES
 from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
-from patience import HANG_S
-from weights.family import House, fill, foreign, refused, until, weights
+from patience import HANG_S, auntil
+from weights.family import House, fill, foreign, refused, weights
 from weights.ledgers import Lossy, Played, Send
 
 LIMIT_S = HANG_S
@@ -114,7 +114,7 @@ async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path
             ledger.told.set()
             await acknowledging
             ledger.mute = False
-            await until(lambda: subscriber.seat_id != first)
+            await auntil(lambda: subscriber.seat_id != first)
         await fill(publisher, 1, 2)
         found = (await ledger.range(publisher._channel.keys.consumers)).entries
         assert [decode(Consumer, entry).acknowledged for entry in found] == [0]

@@ -14,7 +14,8 @@ from holdfast.weights.local import LocalDisk
 from holdfast.weights.manifest import MARKER, STABLE
 from holdfast.weights.sweep import clear
 from holdfast.weights.writing import Ticket
-from weights.family import fill, until, weights
+from patience import auntil
+from weights.family import fill, weights
 from weights.ledgers import Lossy, Played, Send
 
 
@@ -197,7 +198,7 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
         async with subscriber.pin(0):
             first = subscriber.seat_id
             await ledger.revoke(int(first.rpartition("-")[2]))
-            await until(lambda: subscriber.seat_id != first)
+            await auntil(lambda: subscriber.seat_id != first)
             await publisher.publish(1, weights(1))
             view = await publisher._book.view()
             await subscriber.acknowledge(0)
@@ -206,5 +207,5 @@ async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> 
             view = await publisher._book.view()
             second = subscriber.seat_id
             await ledger.revoke(int(second.rpartition("-")[2]))
-            await until(lambda: subscriber.seat_id != second)
+            await auntil(lambda: subscriber.seat_id != second)
             assert not await publisher._book.forget(view, 0)

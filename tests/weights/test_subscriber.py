@@ -5,6 +5,7 @@ finished by the next one; damaged bytes are never given out; a consumer that sle
 than its lease reads the right bytes from what it has open, and is told what has ended.
 """
 
+import asyncio
 import contextlib
 import signal
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 
 from holdfast.errors import Corrupt
 from holdfast.weights import Publisher
+from kids import Kid, points
+from patience import auntil
 from weights.children import publish, read_folder, read_pin
-from weights.family import DAMAGES, House, Kid, damage, go, points, until
+from weights.family import DAMAGES, House, damage, go
 
 LEASE_S = 1.0
 SWEEP = points("weights.sweep.")
@@ -29,7 +32,7 @@ async def _swept(home: House, publisher: Publisher, wanted: list[int]) -> None:
         await publisher.sweep()
         return await home.committed() == wanted and not home.leftovers()
 
-    await until(done)
+    await auntil(done)
     assert home.folders() == wanted
 
 
@@ -120,7 +123,7 @@ async def test_stopped_inside_a_pin(shared: House, staged: bool) -> None:
                 folder = Path((await sleeper.ahear("staged"))["folder"])
                 assert read_folder(folder) == (1, 0)
             sleeper.child.signal(signal.SIGSTOP)
-            await sleeper.stopped()
+            await asyncio.to_thread(sleeper.stopped)
             await _while_asleep(shared, sleeper, publisher)
             assert not folder.exists()
             sleeper.tell("read")
@@ -148,7 +151,7 @@ async def test_stopped_while_pinning(shared: House, point: str) -> None:
         with _consumer(shared, f"{point}:stop") as sleeper:
             await go(sleeper)
             sleeper.tell("stage")
-            assert await sleeper.stopped() == point
+            assert await asyncio.to_thread(sleeper.stopped) == point
             await _while_asleep(shared, sleeper, publisher)
             staged = await sleeper.ahear("outcome")
             sleeper.tell("read")

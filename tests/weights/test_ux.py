@@ -372,22 +372,6 @@ open_publisher({str(tmp_path)!r}, {where!r}, "policy", Retention(keep_last=1))
     assert "removed step_0" in run("weights", "sweep", path) or where is None
 
 
-def test_the_folder_of_another_trainer_can_be_looked_at(tmp_path: Path) -> None:
-    """Under `--ledger none`, without anybody of ours having been there; looking makes nothing."""
-    path = str(tmp_path / "out/broadcasts")
-    for number in range(3):
-        family.foreign(Path(path), number)
-    assert "give --ledger none" in run("weights", "ls", path, code=2)
-    words = (path, "--ledger", "none")
-    assert "3 versions" in run("weights", "ls", *words)
-    assert "only its structure" in run("weights", "verify", *words)
-    swept = ("--keep-last", "1", "--foreign")
-    assert "would delete version 0" in run("weights", "sweep", *words, *swept, "--dry-run")
-    assert not Path(path, ".holdfast").exists()
-    assert "deleted version 1" in run("weights", "sweep", *words, *swept)
-    assert [one.name for one in Path(path).glob("step_*")] == ["step_2"]
-
-
 @pytest.mark.long
 @pytest.mark.etcd
 def test_watch_tells_when_the_ledger_is_away(tmp_path: Path) -> None:

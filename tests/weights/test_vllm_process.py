@@ -11,29 +11,21 @@ import pytest
 from holdfast import proc
 from holdfast.contrib.vllm.process import ServerProcess
 from holdfast.errors import MissingPackage, Mistake
-from weights.family import until
+from kids import alive, stat
+from patience import auntil
 
 TREE = Path(__file__).with_name("tree_child.py")
 
 
-def stat(pid: int) -> list[str]:
-    """State, parent, ... of a process; nothing when it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [] if fields[0] in "ZX" else fields
-
-
 async def lives(file: Path, count: int) -> list[tuple[list[Path], list[int]]]:
     """What each server that was started leaves, and its pids, when there were so many."""
-    await until(lambda: file.exists() and file.read_text().count("\n") >= count)
+    await auntil(lambda: file.exists() and file.read_text().count("\n") >= count)
     lines = [line.split() for line in file.read_text().splitlines()]
     return [([Path(one) for one in line[:2]], [int(pid) for pid in line[2:]]) for line in lines]
 
 
 async def gone(pids: list[int]) -> None:
-    await until(lambda: not any(stat(pid) for pid in pids))
+    await auntil(lambda: not any(map(alive, pids)))
 
 
 def server(file: Path) -> ServerProcess:
@@ -61,10 +53,10 @@ async def test_what_is_left_of_a_server_is_ended(tmp_path: Path, victim: str) ->
             os.kill(first[0] if victim == "server" else keeper, signal.SIGKILL)
         await gone([*first, keeper])
         memory, place = left
-        await until(lambda: not place.exists())
+        await auntil(lambda: not place.exists())
         if victim == "keeper":
             memory.unlink()
-        await until(lambda: not memory.exists())
+        await auntil(lambda: not memory.exists())
         _, (_, second) = await lives(tmp_path / "pids", 2)
         assert ends == [1]
         assert not {*first} & {*second}
@@ -98,7 +90,7 @@ async def test_a_server_that_ends_by_itself_is_told_of(tmp_path: Path) -> None:
     code = "import os, signal; os.kill(0, signal.SIGTERM)"
     process = ServerProcess([sys.executable, "-c", code], log=tmp_path / "log")
     async with process.running(lambda: ends.append(1)):
-        await until(lambda: ends == [1])
+        await auntil(lambda: ends == [1])
     assert "ended with code -15" in (tmp_path / "log").read_text()
 
 

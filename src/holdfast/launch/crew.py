@@ -39,7 +39,6 @@ __all__ = ["UNHEALTHY", "Leaving", "NodeCrew", "Plan"]
 
 UNHEALTHY = 10
 """What an unhealthy node exits with."""
-_HEALTH_S = 60.0
 _UNABLE = 70
 """What a node exits with that cannot look after its workers."""
 
@@ -367,7 +366,7 @@ class NodeCrew:
 
     async def _check_health(self) -> None:
         while True:
-            await asyncio.sleep(_HEALTH_S)
+            await asyncio.sleep(DEFAULTS.health_every_s)
             wrong = await examine(self._plan.checks)
             if wrong is not None:
                 self.leave(Leaving(f"unhealthy: {wrong}", UNHEALTHY))

@@ -3,9 +3,10 @@
 import asyncio
 import socket
 
-from gateway.http.wires import HOST, until
+from gateway.http.wires import HOST
 from holdfast.gateway.http import Limits, Pool
 from holdfast.proc import HeldPort
+from patience import auntil
 
 
 async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
@@ -29,7 +30,7 @@ async def test_a_line_is_looked_at_before_it_is_used_again() -> None:
         assert third is not another
         theirs.close()
         pool.give(third, address, reusable=False)
-        await until(lambda: not pool.open_lines)
+        await auntil(lambda: not pool.open_lines)
         pool.close()
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from gateway.http.wires import HOST, answers, calling, request, until
+from gateway.http.wires import HOST, answers, calling, request
 from holdfast.gateway.http import Exchange, Server
-from patience import HANG_S
+from patience import HANG_S, auntil
 
 
 async def test_requests_in_work_are_finished() -> None:
@@ -18,7 +18,7 @@ async def test_requests_in_work_are_finished() -> None:
     port = server.port
     async with calling(port) as busy, calling(port) as idle:
         await busy.send(request() + request(target="/pipelined"))
-        await until(lambda: server.requests == 1)
+        await auntil(lambda: server.requests == 1)
         stopping = asyncio.create_task(server.stop(10))
         assert await idle.closed()
         with pytest.raises(ConnectionError):
@@ -46,7 +46,7 @@ async def test_what_is_left_at_the_deadline_is_cut() -> None:
     await server.start(HOST, 0)
     async with calling(server.port) as caller:
         await caller.send(request())
-        await until(lambda: server.requests == 1)
+        await auntil(lambda: server.requests == 1)
         assert await asyncio.wait_for(server.stop(0.1), HANG_S) == 1
         assert cancelled.is_set()
         assert await caller.closed()

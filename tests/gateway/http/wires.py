@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.gateway.http import Exchange, Forwarded, Handler, Limits, Server
+from patience import auntil
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
@@ -111,7 +112,7 @@ async def upstream(script: Script = polite) -> AsyncIterator[Upstream]:
     finally:
         server.close()
         one.end()
-        await until(lambda: not one._tasks)
+        await auntil(lambda: not one._tasks)
     assert not one.faults
 
 
@@ -127,8 +128,8 @@ async def gate(
         yield server
     finally:
         await server.stop(0.2)
-    await until(lambda: not server.connections and not server.requests)
-    await until(lambda: not server.pool.open_lines)
+    await auntil(lambda: not server.connections and not server.requests)
+    await auntil(lambda: not server.pool.open_lines)
     assert not server.pool._books, "nothing is kept of addresses without lines"
     assert not failures, failures
 
@@ -305,13 +306,6 @@ async def drip(caller: Caller, pieces: Iterable[bytes], heard: "asyncio.Task[Any
         caller.writer.write(piece)
         await asyncio.sleep(0.02)
     pytest.fail("the connection was kept")
-
-
-async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait until something is true; fail if it does not become so."""
-    async with asyncio.timeout(within_s):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 async def read_request(reader: Reader) -> Seen | None:

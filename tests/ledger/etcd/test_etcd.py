@@ -14,7 +14,8 @@ from holdfast.ledger.base import Watch
 from holdfast.ledger.etcd import EtcdLedger
 from holdfast.ledger.types import Batch, Put
 from holdfast.servers import EtcdServer
-from ledger.conformance import take, until
+from ledger.conformance import take
+from patience import auntil
 
 pytestmark = pytest.mark.etcd
 
@@ -78,7 +79,7 @@ async def test_closing_ends_watches_and_connections(etcd: EtcdServer) -> None:
     async with EtcdLedger(etcd.endpoints) as ledger:
         watches = [ledger.watch("/quiet", start=1 << 40) for _ in range(3)]
         waits = [asyncio.create_task(everything(watch)) for watch in watches]
-        await until(lambda: connections(etcd) >= 3)
+        await auntil(lambda: connections(etcd) >= 3)
         with pytest.raises(Mistake, match="already waits"):
             await take(watches[0])
         await watches[0].aclose()
@@ -93,7 +94,7 @@ async def test_closing_ends_watches_and_connections(etcd: EtcdServer) -> None:
     with pytest.raises(Mistake, match="closed"):
         await ledger.get("/a")
     await ledger.close()
-    await until(lambda: not connections(etcd))
+    await auntil(lambda: not connections(etcd))
     assert asyncio.all_tasks() == before
 
 

@@ -4,16 +4,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import redis
 import torch
 
 from holdfast.errors import BatchFailed, Mistake
 from peers.transferqueue.system import (
     PROTOTYPE,
-    QUICK,
     Place,
     TensorDict,
     flipped,
@@ -147,34 +144,6 @@ def test_another_dtype(place: Place, part: str) -> None:
         tq.kv_put(key="b", partition_id=part, fields={"x": torch.ones(2, dtype=torch.int64)})
     assert len(place.names()) == 1
     assert numbers(tq.kv_batch_get(keys="a", partition_id=part)) == [1]
-
-
-def commands(place: Place) -> int:
-    """How many reads of values the server has done."""
-    assert place.server is not None
-    with redis.Redis(place.server.host, place.server.port) as raw:
-        found: Any = raw.info("commandstats")
-    reads = ("cmdstat_get", "cmdstat_mget", "cmdstat_getrange", "cmdstat_hmget", "cmdstat_type")
-    return sum(found.get(name, {}).get("calls", 0) for name in reads)
-
-
-def test_permanent_errors_are_not_tried_again(place: Place, part: str) -> None:
-    """What is gone is asked for once; what is damaged is asked for again, alone."""
-    if place.server is None:
-        pytest.skip("only a server counts its commands")
-    payload, name = two(part)
-
-    def reads() -> int:
-        before = commands(place)
-        with contextlib.suppress(BatchFailed):
-            tq.kv_batch_get(keys=["a", "b"], partition_id=part)
-        return commands(place) - before
-
-    usual = reads()
-    place.change(payload, flipped(payload))
-    assert reads() >= usual + QUICK["attempts"] - 1
-    place.delete(f"/{name}/")
-    assert reads() <= usual + 1, "it may look for the other form of a value, but not again"
 
 
 def test_the_store_is_killed(place: Place, part: str) -> None:

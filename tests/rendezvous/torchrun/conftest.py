@@ -2,8 +2,7 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -48,14 +47,6 @@ def meet(*handlers: HoldfastHandler) -> list[RendezvousInfo]:
     """All call `next_rendezvous` at once; the answers in their order."""
     answers = [behind(handler.next_rendezvous) for handler in handlers]
     return [answer.result(HANG_S) for answer in answers]
-
-
-def wait_for(test: Callable[[], object]) -> None:
-    """Wait for something."""
-    limit = time.monotonic() + HANG_S
-    while not test():
-        assert time.monotonic() < limit, "it did not come"
-        time.sleep(0.01)
 
 
 class Run:

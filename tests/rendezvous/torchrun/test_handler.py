@@ -35,8 +35,8 @@ from holdfast.rendezvous.probe import ProbeServer
 from holdfast.rendezvous.records import Cycle, Node, Rules
 from holdfast.servers import EtcdServer
 from listening import listeners
-from patience import HANG_S
-from rendezvous.torchrun.conftest import KEYS, Run, behind, meet, wait_for
+from patience import HANG_S, until
+from rendezvous.torchrun.conftest import KEYS, Run, behind, meet
 
 BOTH = [(0, 2), (1, 2)]
 
@@ -54,7 +54,7 @@ def port(info: RendezvousInfo) -> int:
 
 def until_told(handler: HoldfastHandler) -> None:
     """Wait until the agent would restart its workers."""
-    wait_for(handler.num_nodes_waiting)
+    until(handler.num_nodes_waiting)
 
 
 def again(back: HoldfastHandler, told: HoldfastHandler) -> list[RendezvousInfo]:
@@ -79,7 +79,7 @@ def exit_barrier(info: RendezvousInfo) -> None:
 def until_finished(run: Run) -> None:
     """Wait until one node has recorded its success."""
     with run.ledger() as opened:
-        wait_for(lambda: opened.range(KEYS.ends).entries)
+        until(lambda: opened.range(KEYS.ends).entries)
 
 
 def failed_workers() -> ChildFailedError:
@@ -287,7 +287,7 @@ def test_the_store_listens_on_the_nodes_own_address_and_on_no_other(run: Run) ->
     assert ("127.0.0.1", port(info)) in listeners() - before
     assert len(listeners() - before) == 2, "the store, and what answers probes"
     spare = run.spare(nnodes=(1, 1))
-    wait_for(lambda: len(listeners() - before) == 4 or spare.done())
+    until(lambda: len(listeners() - before) == 4 or spare.done())
     assert {address for address, _ in listeners() - before} == {"127.0.0.1"}
     node.set_closed()
     with pytest.raises(RendezvousClosedError):
@@ -345,10 +345,10 @@ def test_a_spare_has_a_new_port_in_every_cycle(run: Run) -> None:
             node = decode(Node, entry) if entry else None
             return node.port if node and node.cycle == cycle else 0
 
-        wait_for(lambda: ready_for(1))
+        until(lambda: ready_for(1))
         before = ready_for(1)
         again(zero, one)
-        wait_for(lambda: ready_for(2))
+        until(lambda: ready_for(2))
         assert ready_for(2) != before
 
 
@@ -371,7 +371,7 @@ def test_a_node_that_has_lost_its_lease_ends_nothing_for_the_others(run: Run) ->
     (asleep, awake), _ = run.two(lease="30")
     spare = run.spare(lease="30")
     with run.ledger() as opened:
-        wait_for(lambda: len(opened.range(KEYS.nodes).entries) == 3)
+        until(lambda: len(opened.range(KEYS.nodes).entries) == 3)
         entry = opened.get(KEYS.node(asleep.node_name))
         assert entry is not None
         opened.revoke(entry.lease)
@@ -447,7 +447,7 @@ def test_a_rank_0_that_is_not_reached_loses_its_rank(
     assert "another program answers there" in said
     until_told(hidden)
     back = behind(hidden.next_rendezvous)  # as torch's agent does it, and there it waits
-    wait_for(lambda: "this node comes after all spares" in capfd.readouterr().err)
+    until(lambda: "this node comes after all spares" in capfd.readouterr().err)
     assert not back.done()
     hidden.set_closed()
     with pytest.raises(RendezvousClosedError):

@@ -62,7 +62,7 @@ def survive(
         house(folder, *flags, policy=POLICY | policy, ledger=url or None) as there,
         Audit(there, url) as audit,
     ):
-        told = tell(there, audit, meanwhile, steps=steps, limit_s=limit_s, url=url)
+        told = tell(there, audit, meanwhile, steps=steps, limit_s=limit_s)
         epochs = there.epoch()
     told.check(expected)
     return told.terms, epochs

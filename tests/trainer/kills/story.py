@@ -151,7 +151,7 @@ class Audit:
     """Follows what the ledger is told of results, from its first revision on."""
 
     def __init__(self, there: House, url: str = "") -> None:
-        self._url = url or f"sqlite:///{there.folder}/ledger.db"
+        self.url = url or f"sqlite:///{there.folder}/ledger.db"
         self._results: dict[str, list[bytes]] = {}
         self._order: list[Entry] = []
         self._deleted: list[str] = []
@@ -182,7 +182,7 @@ class Audit:
 
     async def _read(self) -> None:
         start = 1
-        async with ledger.open(self._url) as opened:
+        async with ledger.open(self.url) as opened:
             while True:
                 try:
                     async with opened.watch(KEYS.results, start=start) as watch:
@@ -235,14 +235,13 @@ def tell(
     *,
     steps: int = STEPS,
     limit_s: float = 120.0,
-    url: str = "",
 ) -> Told:
     """Run the program while something is done to its trainer; everything that came of it."""
     with there.program(PROGRAM, STEPS=str(steps)) as program:
         model = program.next()["model"]
         meanwhile(there, audit)
         lines = program.finish(limit_s)[1:]
-    told = asyncio.run(_look(url or f"sqlite:///{there.folder}/ledger.db", model, lines))
+    told = asyncio.run(_look(audit.url, model, lines))
     audit.wait(len(told.kinds))
     audit.check()
     applied = Counter(told.kinds.values())[OPTIM_STEP]

@@ -82,6 +82,16 @@ def test_all_points_in_one_run(tmp_path: Path, reference: Reference) -> None:
     _die(tmp_path, clauses, reference, STEPS, poison_deaths=100)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_ranks_that_die_while_models_are_swapped(tmp_path: Path, reference: Reference) -> None:
+    """Two ranks put models aside and bring them back in one order, killed or not: the same."""
+    log = tmp_path / "faults"
+    flag, command = trainer("trainer.aside.kept:kill@2!;trainer.restored:kill@4!", log)
+    survive(reference, tmp_path, flag, command + " --ranks 2")
+    assert fired(log)
+
+
 def test_points_that_are_left_out_exist() -> None:
     """A point that was renamed is not left out unseen."""
     assert set(NEVER) < set(faults.catalogue().points)

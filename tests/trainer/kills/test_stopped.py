@@ -3,6 +3,7 @@
 It runs as on a machine that cannot be reached: its host believes it dead, and nobody kills it.
 """
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -16,10 +17,9 @@ from typing import Self
 import psutil
 import pytest
 
-from gateway.service import wait_for
 from holdfast.jobs.fence import SECRET, Incarnation
 from holdfast.proc import Child, spawn
-from patience import HANG_S
+from patience import HANG_S, until
 from trainer.house import JOB, House
 from trainer.kills.conftest import Reference, survive
 from trainer.kills.story import Audit, fired
@@ -80,7 +80,7 @@ class Machines:
 
     def trainer(self, epoch: int) -> Child:
         """The trainer of an epoch."""
-        wait_for(lambda: epoch in self._children, f"epoch {epoch} is started")
+        until(lambda: epoch in self._children, f"epoch {epoch} is started")
         return self._children[epoch]
 
     def ask(self, epoch: int, said: int, path: str, body: object) -> tuple[int, bytes]:
@@ -104,12 +104,12 @@ def _is_stopped(child: Child) -> bool:
 
 def _replace(there: House, machines: Machines, audit: Audit, point: str) -> int:
     """Have the first trainer stopped and replaced; returns how many results there were then."""
-    wait_for(lambda: bool(fired(machines.faults)), f"{point} is hit", 60)
+    until(lambda: bool(fired(machines.faults)), f"{point} is hit", 60)
     old = machines.trainer(1)
-    wait_for(lambda: _is_stopped(old), "it has stopped")
+    until(lambda: _is_stopped(old), "it has stopped")
     before = audit.wait(0)
     there.service.kill(SCRIPT.name)
-    wait_for(lambda: there.epoch() == 2 and there.service.state(JOB) == "RUNNING", "2 runs", 60)
+    until(lambda: there.epoch() == 2 and there.service.state(JOB) == "RUNNING", "2 runs", 60)
     assert _is_stopped(old), "nobody has touched it"
     return before
 
@@ -118,25 +118,18 @@ def _wake(machines: Machines, point: str) -> None:
     """Wake the first trainer up, while requests wait for it; it must do nothing but end."""
     old = machines.trainer(1)
     model = _model(machines)
-    answers: dict[str, tuple[int, bytes]] = {}
     step = {"type": "optim_step", "model_id": model, "seq_id": 10_000, "adam_params": {}}
     asks = {
         "meant for the new one": (2, "optim_step", step),
         "meant for the old one": (1, "optim_step", step),
         "never promised": (1, "retrieve_future", {"request_id": f"{model}:9999"}),
     }
-    threads = [
-        threading.Thread(
-            target=lambda name=name, ask=ask: answers.__setitem__(name, machines.ask(1, *ask))
-        )
-        for name, ask in asks.items()
-    ]
-    for thread in threads:
-        thread.start()  # they wait in its queue until it wakes up
-    old.signal(signal.SIGCONT)
-    assert old.wait(HANG_S) == FENCED, old.tail()
-    for thread in threads:
-        thread.join(HANG_S)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        # They wait in its queue until it wakes up.
+        waiting = {name: pool.submit(machines.ask, 1, *ask) for name, ask in asks.items()}
+        old.signal(signal.SIGCONT)
+        assert old.wait(HANG_S) == FENCED, old.tail()
+        answers = {name: one.result(HANG_S) for name, one in waiting.items()}
     print(f"{point}: {answers}")
     for name, (status, body) in answers.items():
         assert status in (421, 0), f"{name}: {status} {body!r}"

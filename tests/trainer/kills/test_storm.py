@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.service import wait_for
+from patience import until
 from trainer.house import House
 from trainer.kills.conftest import Reference, survive
 from trainer.kills.story import Audit
@@ -19,11 +19,16 @@ TWICE = 0.2
 
 
 def _kill(there: House) -> None:
-    wait_for(lambda: bool(there.service.processes("holdfast.trainer")), "there is a trainer", 30)
+    until(lambda: bool(there.service.processes("holdfast.trainer")), "there is a trainer", 30)
     there.kill_trainer()
 
 
-def _storm(folder: Path, reference: Reference, kills: int, steps: int) -> None:
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("kills", "steps"), [(5, 6), (50, 30)])
+def test_kills(tmp_path: Path, reference: Reference, kills: int, steps: int) -> None:
+    """A run that dies five times, and a longer one that dies fifty times: same results, same
+    weights, nothing done twice."""
     rng = random.Random(SEED)
     expected = reference(steps).told
     results = sorted(rng.sample(range(1, len(expected.kinds) - 3), kills))
@@ -46,22 +51,8 @@ def _storm(folder: Path, reference: Reference, kills: int, steps: int) -> None:
 
     flags = ("--max-restarts", str(10 + kills))
     terms, epochs = survive(
-        reference, folder, *flags, meanwhile=meanwhile, steps=steps, limit_s=limit_s
+        reference, tmp_path, *flags, meanwhile=meanwhile, steps=steps, limit_s=limit_s
     )
     print(f"killed after {done} results; {terms} of {epochs} trainers took the seat")
     assert len(done) == kills
     assert epochs == 1 + kills
-
-
-@pytest.mark.long
-@pytest.mark.timeout(240)
-def test_five_kills(tmp_path: Path, reference: Reference) -> None:
-    """Same results, same weights, nothing done twice."""
-    _storm(tmp_path, reference, 5, 6)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_fifty_kills(tmp_path: Path, reference: Reference) -> None:
-    """The same in a longer run that dies fifty times."""
-    _storm(tmp_path, reference, 50, 30)

@@ -3,15 +3,13 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gateway.service import wait_for
 from holdfast.proc import spawn
 from holdfast.servers import EtcdServer
-from patience import HANG_S
+from patience import HANG_S, until
 from trainer.disks import full, small
 from trainer.house import JOB, House
 from trainer.kills.conftest import Reference, survive
@@ -32,13 +30,6 @@ ledger.execute("ROLLBACK")
 """
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of ten megabytes, where trainers keep their files."""
-    with small(tmp_path / "trainers", DISK_BYTES) as folder:
-        yield folder
-
-
 def _stands_still(audit: Audit) -> int:
     """Wait until nothing has come to a result for a while."""
     deadline = time.monotonic() + 60
@@ -54,32 +45,30 @@ def _stands_still(audit: Audit) -> int:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", [False, True], ids=["lives", "dies"])
-def test_the_disk_is_full_for_a_while(
-    tmp_path: Path, small_disk: Path, reference: Reference, killed: bool
-) -> None:
+def test_the_disk_is_full_for_a_while(tmp_path: Path, reference: Reference, killed: bool) -> None:
     """Everything waits until there is room again, also a trainer that is started meanwhile."""
 
     def meanwhile(there: House, audit: Audit) -> None:
+        def runs_again() -> bool:
+            return there.epoch() == 2 and there.service.state(JOB) == "RUNNING"
+
         audit.wait(8)
-        with full(small_disk):
+        with full(disk):
             count = _stands_still(audit)
             if killed:
                 there.kill_trainer()
-                wait_for(lambda: _runs(there, 2), "another trainer runs", 60)
+                until(runs_again, "another trainer runs", 60)
                 count = max(count, _stands_still(audit))
         assert count < _all(reference)
 
-    _, epochs = survive(reference, tmp_path, meanwhile=meanwhile)
+    with small(tmp_path / "trainers", DISK_BYTES) as disk:
+        _, epochs = survive(reference, tmp_path, meanwhile=meanwhile)
     assert epochs == 1 + killed
 
 
 def _all(reference: Reference) -> int:
     """How many results there would be, but for the last few."""
     return len(reference(STEPS).told.kinds) - 3
-
-
-def _runs(there: House, epoch: int) -> bool:
-    return there.epoch() == epoch and there.service.state(JOB) == "RUNNING"
 
 
 @pytest.mark.long

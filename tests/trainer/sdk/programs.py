@@ -27,8 +27,8 @@ def made(data, names=None):
     ]
 def lora(seed=7, rank=4):
     return service.create_lora_training_client(base_model=BASE, rank=rank, seed=seed)
-def step(client, *texts, rate=5e-3):
-    first = client.forward_backward([datum(text) for text in texts], "cross_entropy")
+def step(client, *texts, rate=5e-3, types=types):
+    first = client.forward_backward([datum(text, types) for text in texts], "cross_entropy")
     second = client.optim_step(types.AdamParams(learning_rate=rate))
     return first.result().metrics["loss:sum"], second.result().metrics["grad_norm:mean"]
 def published(client, name="end"):

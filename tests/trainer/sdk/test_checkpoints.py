@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.service import Answer, wait_for
+from gateway.service import Answer
 from trainer.house import JOB, House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import folder
@@ -52,15 +52,20 @@ say(run=[run.lora_rank, run.base_model, run.last_checkpoint.tinker_path],
     lives=session in rest.list_sessions(limit=1000).result().sessions,
     models=rest.get_session(session).result().training_run_ids == [client.model_id])
 rest.delete_checkpoint(client.model_id, "weights/x").result()
+attempt("load", lambda: client.load_state_with_optimizer(path).result())
+attempt("begin", lambda: service.create_training_client_from_state(path))
+attempt("delete twice", lambda: rest.delete_checkpoint_from_tinker_path(path).result())
 say(left=listed(), again=client.save_state("x").result().path)
 """
 
 
 def test_published_and_kept_for_a_time(there: House) -> None:
     """Both are told in listings, can be taken back and asked for twice; what is over is gone,
-    record and files, and whoever still uses it hears so. Runs and sessions are listed, too; a
-    deleted checkpoint is not, and its name may be used again."""
-    first, published, limited, after, sampled, *gone, nothing, about, deleted = run(there, PROGRAM)
+    record and files, and whoever still uses it hears so, and no trainer dies of it. Runs and
+    sessions are listed, too; a deleted checkpoint is not, and its name may be used again."""
+    before = there.epoch()
+    first, published, limited, after, *rest = run(there, PROGRAM)
+    sampled, *gone, nothing, about, load, begin, twice, deleted = rest
     path, brief = first["path"], first["brief"]
     assert first["before"] == {path: [False, None], brief: [False, None]}
     assert first["notes"] == {"why": "a test"}
@@ -70,18 +75,20 @@ def test_published_and_kept_for_a_time(there: House) -> None:
     assert public
     assert limited["now"] + 7100 < until <= limited["now"] + 7200
     assert after["after"] == [False, None]
-    assert (sampled["error"], sampled["category"]) == ("RequestFailedError", "user")
-    for one in gone:
+    for one in (sampled, load):
+        assert (one["error"], one["category"]) == ("RequestFailedError", "user"), one
+    for one in (*gone, begin, twice):
         assert (one["error"], one["status"]) == ("NotFoundError", 404), one
     assert (nothing["error"], nothing["status"]) == ("BadRequestError", 400), nothing
     assert "ttl_seconds" in nothing["text"]
     assert folder(there, path).exists()
     home = folder(there, path).parents[1]
     model = brief.split("/")[2]
-    wait_for(lambda: not (home / f"{model}.s.brief").exists(), "the files are gone")
+    until(lambda: not (home / f"{model}.s.brief").exists(), "the files are gone")
     assert about.pop("run") == [4, "holdfast/tiny", path]
     assert all(about.values()), about
     assert deleted == {"left": {}, "again": path}
+    assert there.epoch() == before, there.log()
 
 
 class Saved:
@@ -108,7 +115,8 @@ class Saved:
 
 
 def test_ids_without_a_folder(there: House) -> None:
-    """A name alone means the one checkpoint that has it; of two nothing is done."""
+    """A name alone means the one checkpoint that has it; of two nothing is done, nor where the
+    time to live is none."""
     saved = Saved(there)
     for name in ("state", "both", "publish"):
         saved.save(name)
@@ -128,19 +136,15 @@ def test_ids_without_a_folder(there: House) -> None:
         assert saved.ask(method, f"/never{rest}", body).status == 404
         assert saved.ask(method, f"/weights/never{rest}", body).status == 404
         assert saved.ask(method, f"/a/b/c{rest}", body).status == 404
+    bad: list[Any] = [{}, {"ttl_seconds": "x"}, {"ttl_seconds": -1}, [], None]
+    for body in bad:
+        assert saved.ask("PUT", "/weights/state/ttl", body).status == 400
+    found = saved.ask("GET", "").json["checkpoints"]
+    ends = {one["checkpoint_id"]: one["expires_at"] for one in found}
+    assert ends["weights/state"] is None
     assert saved.ask("DELETE", "/weights/publish").status == 200
     assert saved.ask("DELETE", "/state").status == 200
     assert saved.names() == ["sampler_weights/both", "sampler_weights/sampler", "weights/both"]
-
-
-def test_a_time_to_live_that_is_none(there: House) -> None:
-    """It is refused, and nothing is changed."""
-    saved = Saved(there)
-    saved.save("x")
-    bad: list[Any] = [{}, {"ttl_seconds": "x"}, {"ttl_seconds": -1}, [], None]
-    for body in bad:
-        assert saved.ask("PUT", "/weights/x/ttl", body).status == 400
-    assert saved.ask("GET", "").json["checkpoints"][0]["expires_at"] is None
 
 
 LONGEST = """

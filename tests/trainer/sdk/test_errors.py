@@ -124,39 +124,3 @@ def test_a_bad_request_has_its_error(there: House) -> None:
     assert {name: one["error"] for name, one in told.items()} == wanted
     for name in REFUSED["RequestFailedError"]:
         assert told[name]["category"] == "user", told[name]
-
-
-UNLOADED = """
-from fireworks.training.sdk import FiretitanServiceClient
-fireworks = FiretitanServiceClient(
-    base_url=os.environ["HOUSE_URL"], api_key=os.environ["HOUSE_KEY"])
-gone = fireworks.create_training_client(base_model=BASE, lora_rank=4)
-path = gone.save_state("kept").result().path
-say(first=gone.unload_model().result().model_id, second=gone.unload_model().result().model_id,
-    model=gone.model_id)
-from tinker.lib.public_interfaces.training_client import TrainingClient
-again = TrainingClient(service.holder, model_seq_id=0, model_id=gone.model_id)
-again._request_id_counter = again._turn_counter = 7  # as if it had gone on with its numbers
-attempt("operation", lambda: step(again, "too late"))
-attempt("save", lambda: again.save_state("late").result())
-attempt("info", lambda: again.get_info())
-attempt("unknown", lambda: TrainingClient(
-    service.holder, model_seq_id=0, model_id="nobody").get_info())
-attempt("unknown step", lambda: step(TrainingClient(
-    service.holder, model_seq_id=0, model_id="nobody"), "x"))
-attempt("its save", lambda: step(service.create_training_client_from_state(path), "on"))
-"""
-
-
-def test_a_model_that_was_unloaded(there: House) -> None:
-    """Unloading twice is unloading once; whatever is asked of it later is gone, at once; what
-    was saved of it stays. A model that never was is not found.
-    """
-    first, *rest = run(there, UNLOADED)
-    assert first["first"] == first["second"] == first["model"]
-    said = {one["name"]: one for one in rest}
-    for name in ("operation", "save", "info"):
-        assert (said[name]["error"], said[name]["status"]) == ("APIStatusError", 410), said[name]
-    for name in ("unknown", "unknown step"):
-        assert said[name]["error"] == "NotFoundError", said[name]
-    assert said["its save"]["error"] is None, said["its save"]

@@ -45,23 +45,12 @@ from fireworks.training.sdk import FiretitanServiceClient
 from fireworks.training.sdk import types as fire
 fireworks = FiretitanServiceClient(
     base_url=os.environ["HOUSE_URL"], api_key=os.environ["HOUSE_KEY"])
-def burning(text):
-    ids = [1, *encode(text), END]
-    count = len(ids) - 1
-    return fire.Datum(
-        model_input=fire.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={
-            "target_tokens": fire.TensorData(data=ids[1:], dtype="int64", shape=[count]),
-            "weights": fire.TensorData(data=[1.0] * count, dtype="float32", shape=[count])})
-def burn(client, *texts, rate=3e-3):
-    first = client.forward_backward([burning(text) for text in texts], "cross_entropy")
-    second = client.optim_step(fire.AdamParams(learning_rate=rate))
-    return first.result().metrics["loss:sum"], second.result().metrics["grad_norm:mean"]
 """
 SUPERVISED = """
 client = fireworks.create_training_client(base_model=BASE, lora_rank=GIVEN)
-told = [burn(client, "hello", "world") for _ in range(20)]
-last = client.forward([burning("hello"), burning("world")], "cross_entropy").result()
+told = [step(client, "hello", "world", rate=3e-3, types=fire) for _ in range(20)]
+last = client.forward(
+    [datum("hello", fire), datum("world", fire)], "cross_entropy").result()
 saved = client.save_weights_for_sampler("name").result().path
 twin = lora(rank=GIVEN, seed=0)
 same = [step(twin, "hello", "world", rate=3e-3) for _ in range(20)]
@@ -94,7 +83,7 @@ def test_fireworks_client_learns(there: House, rank: int) -> None:
 
 RESUMED = """
 client = fireworks.create_training_client(base_model=BASE, lora_rank=4)
-burn(client, "hello")
+step(client, "hello", types=fire)
 client.save_state("mine").result()
 attempt("load", lambda: client.load_state_with_optimizer("mine").result())
 say(listed=client.list_checkpoints())

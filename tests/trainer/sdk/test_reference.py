@@ -167,7 +167,9 @@ before = published(client, "before")
 data = made(GIVEN["data"], ["target_tokens", "weights"])
 norms = []
 for adam in GIVEN["steps"]:
-    client.forward_backward(data, "cross_entropy").result()
+    client.forward_backward(data[:2], "cross_entropy").result()
+    client.forward_backward(data[2:], "cross_entropy").result()
+    client.forward(data[1:], "cross_entropy").result()  # leaves no gradient
     norms.append(client.optim_step(types.AdamParams(**adam)).result().metrics["grad_norm:mean"])
 after = client.forward(data, "cross_entropy").result()
 say(before=before, after=published(client, "after"), norms=norms,
@@ -179,7 +181,10 @@ say(before=before, after=published(client, "after"), norms=norms,
     "rank", [pytest.param(0, marks=pytest.mark.long, id="full"), pytest.param(4, id="lora")]
 )
 def test_several_steps_are_those_of_adamw(there: House, data: list[Example], rank: int) -> None:
-    """Clipping, weight decay, bias correction, settings that change: full, and with peft."""
+    """Clipping, weight decay, bias correction, settings that change: full, and with peft.
+
+    The gradients of two batches add up, and a step uses them up.
+    """
     steps = [
         {**ADAM, "grad_clip_norm": 5.0, "eps": 1e-2},
         {**ADAM, "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Exactly once and in order, on the wire: duplicates, other orders, gaps, two clients, codings.
+"""Exactly once and in order, on the wire: duplicates, other orders, gaps, codings.
 
 A number means one operation, for ever. Every model here ends as a twin that heard everything
 once and in order.
@@ -20,6 +20,7 @@ from trainer.sdk.wire import JSON, PROTOBUF, Model, Session, at_once, post, prom
 GAP_S = 6.0  # many times what operations without a gap take
 POLICY = {"gap_s": GAP_S, "checkpoint_ops": 8}
 A, B, C = [1, 40, 41, 42, 2], [1, 50, 51, 2], [1, 60, 61, 62, 63, 2]
+NAMED = {"A": A, "B": B}
 
 
 @pytest.fixture
@@ -36,12 +37,8 @@ def twin(there: House, session: Session, *operations: str) -> str:
     """The state of a model that hears these once, in order: sequences, and steps."""
     model = session.model()
     for seq, name in enumerate(operations, 1):
-        model.do(model.step(seq) if name == "step" else model.backward(seq, _named(name)))
+        model.do(model.step(seq) if name == "step" else model.backward(seq, NAMED[name]))
     return end(there, model, len(operations) + 1)
-
-
-def _named(name: str) -> list[int]:
-    return {"A": A, "B": B, "C": C}[name]
 
 
 def test_every_operation_is_done_once(there: House, session: Session) -> None:
@@ -84,7 +81,7 @@ def test_every_operation_is_done_once(there: House, session: Session) -> None:
 
 
 def test_unloading_and_sampling_are_done_once(session: Session) -> None:
-    """These have numbers of another kind, or none."""
+    """These have numbers of another kind, or none. A model that was unloaded is gone."""
     maker = {"session_id": session.id, "sampling_session_seq_id": 3, "base_model": "holdfast/tiny"}
     samplers = {session.post("create_sampling_session", maker).raw for _ in range(3)}
     assert len(samplers) == 1
@@ -103,6 +100,7 @@ def test_unloading_and_sampling_are_done_once(session: Session) -> None:
     (request,) = {promised(answer) for answer in answers}
     assert session.wait(request).json["model_id"] == model.name
     assert promised(session.post("unload_model", {"model_id": model.name})) == request
+    assert model.send(model.step(7)).status == 410
 
 
 def test_numbers_decide_the_order(there: House, session: Session) -> None:
@@ -122,7 +120,8 @@ def test_numbers_decide_the_order(there: House, session: Session) -> None:
 
 
 def test_a_number_means_one_operation(there: House, session: Session) -> None:
-    """Another operation under a number, waiting or done, is refused and changes nothing."""
+    """Another operation under a number, waiting, done or sent at the same moment, is refused and
+    changes nothing."""
     model = session.model()
     waiting = promised(model.send(model.step(2)))
     assert model.send(model.backward(2, B)).status == 400
@@ -141,7 +140,10 @@ def test_a_number_means_one_operation(there: House, session: Session) -> None:
         assert "stands for another operation" in answer.json["error"]["message"]
     assert session.wait(f"{model.name}:1").json == done
     assert "metrics" in session.wait(waiting).json
-    assert end(there, model, 3) == twin(there, session, "A", "step")
+    mine, theirs = model.forward(3, A), model.forward(3, B)
+    raced = at_once([lambda: model.send(mine), lambda: model.send(theirs)])
+    assert sorted(answer.status for answer in raced) == [200, 400], raced
+    assert end(there, model, 4) == twin(there, session, "A", "step")
     other_base = {**session.create(), "model_seq_id": 0, "lora_config": {"rank": 8}}
     assert session.post("create_model", other_base).status == 400
 
@@ -217,20 +219,6 @@ def message_of(model: str, seq: int) -> bytes:
     """A message in protobuf, of whatever kind, that begins as all operations do."""
     name = model.encode()
     return bytes([0x0A, len(name)]) + name + bytes([0x10, seq]) + bytes([0x7A, 1, 0])
-
-
-def test_two_clients_with_one_model(there: House, session: Session) -> None:
-    """Where they mean the same it is done once; where they do not, the later one is told."""
-    model = session.model()
-    mine, theirs = model.backward(1, A), model.backward(1, B)
-    answers = at_once([lambda: model.send(mine), lambda: model.send(theirs)])
-    assert sorted(answer.status for answer in answers) == [200, 400], answers
-    won = "A" if answers[0].status == 200 else "B"
-    refusal = next(answer for answer in answers if answer.status == 400)
-    assert "two clients" in refusal.json["error"]["message"]
-    shared = [promised(answer) for answer in at_once([lambda: model.send(model.step(2))] * 2)]
-    assert shared[0] == shared[1]
-    assert end(there, model, 3) == twin(there, session, won, "step")
 
 
 MESSAGE = """

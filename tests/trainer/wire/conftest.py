@@ -1,18 +1,34 @@
 """The real client libraries, as encoders and decoders."""
 
 import base64
+import functools
 import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from holdfast.proc import spawn
+from trainer.house import SDKS
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-sdks/bin/python"
+FAST = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def packed(dtype: str, *values: float) -> bytes:
+    """Numbers as the wire has them."""
+    return np.asarray(values, dtype=dtype).tobytes()
+
+
+floats, longs, ints = (functools.partial(packed, dtype) for dtype in ("<f4", "<i8", "<i4"))
 
 
 class Codec:
@@ -43,9 +59,9 @@ class Codec:
 @pytest.fixture(scope="session")
 def sdk() -> Iterator[Codec]:
     """The client libraries are part of what is tested: without them there is no green."""
-    if not PYTHON.exists():
+    if not SDKS.exists():
         pytest.fail("the client libraries are not here: run `make setup-sdks`")
-    argv = [str(PYTHON), "-u", str(Path(__file__).with_name("sdk_codec.py"))]
+    argv = [str(SDKS), "-u", str(Path(__file__).with_name("sdk_codec.py"))]
     env = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     with spawn(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.process.stdin is not None

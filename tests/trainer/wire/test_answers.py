@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from holdfast.errors import (
-    Compacted,
     Conflict,
     Corrupt,
     Denied,
     Exists,
     Fenced,
+    Gone,
     HoldfastError,
     Mistake,
     NoRoom,
@@ -86,7 +86,7 @@ RETRIED = {408, 409, 429, *range(500, 600)}
         (Exists("x"), 400),
         (Mistake("x"), 400),
         (BadOp("x", model="m", seq=1), 400),
-        (Compacted("x", revision=1), 410),
+        (Gone("x"), 410),
         (Fenced("x"), 421),
         (Conflict("x"), 503),
         (NoRoom("x"), 503),
@@ -98,7 +98,7 @@ def test_refusals(error: HoldfastError, status: int) -> None:
     """Only what may go well later has a status that the client tries again on."""
     answer = answers.refusal(error)
     assert answer.status == status
-    assert (status in RETRIED) == (not isinstance(error, Mistake | Compacted | Fenced))
+    assert (status in RETRIED) == (not isinstance(error, Mistake | Gone | Fenced))
     headers = dict(answer.headers)
     assert (headers.get("x-should-retry") == "false") == (status == 404)
     assert ("retry-after-ms" in headers) == (status == 503)

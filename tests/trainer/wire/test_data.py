@@ -15,18 +15,12 @@ from holdfast.trainer import ops
 from holdfast.trainer.wire import data, requests, sampling, schema, sessions
 from holdfast.trainer.wire.body import JSON, PROTOBUF, BadOp, Limits
 
+from .conftest import floats, longs
+
 LIMITS = Limits(datums=3, tokens=10, elements=20, samples=4, stops=2, topk=5)
 FLOAT, INT, INT32, HALF = (
     schema.DTYPES[name] for name in ("float32", "int64", "int32", "bfloat16")
 )
-
-
-def floats(*values: float) -> bytes:
-    return struct.pack(f"<{len(values)}f", *values)
-
-
-def longs(*values: int) -> bytes:
-    return struct.pack(f"<{len(values)}q", *values)
 
 
 def message(tokens: bytes = bytes(8), **tensors: Any) -> Any:

@@ -22,8 +22,7 @@ def test_every_field_is_one_of_the_protocol(sdk: Codec) -> None:
             assert (spec.mark == "?") == presence, where
             assert spec.group == ("" if presence else group), where
             if spec.mark == "{":
-                key, value = theirs["messages"][type_name]["key"], None
-                value = theirs["messages"][type_name]["value"]
+                key, value = (theirs["messages"][type_name][one] for one in ("key", "value"))
                 assert key[2] == Field.TYPE_STRING, where
                 kind, type_name = value[2], value[3]
             if kind in (Field.TYPE_MESSAGE, Field.TYPE_ENUM):

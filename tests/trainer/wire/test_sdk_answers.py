@@ -1,27 +1,20 @@
 """What the real libraries make of our answers is what the outcome said."""
 
-import functools
 import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.trainer import ops
 from holdfast.trainer.wire import answers
 from holdfast.trainer.wire.body import PROTOBUF
 
-from .conftest import Codec
+from .conftest import FAST, Codec, floats, ints, longs
 
-FAST = settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 FLOATS = st.floats(width=32)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ACCEPT = {"tinker": PROTOBUF, "fireworks": "application/x-protobuf, application/json"}
@@ -30,13 +23,6 @@ ACCEPT = {"tinker": PROTOBUF, "fireworks": "application/x-protobuf, application/
 def tensor(values: Any, dtype: Any, shape: tuple[int, ...]) -> ops.Tensor:
     data = np.asarray(values, dtype=dtype).tobytes()
     return ops.Tensor(dtype=dtype, shape=shape, data=data)
-
-
-def packed(dtype: str, *values: float) -> bytes:
-    return np.asarray(values, dtype=dtype).tobytes()
-
-
-floats, longs, ints = (functools.partial(packed, dtype) for dtype in ("<f4", "<i8", "<i4"))
 
 
 @st.composite

@@ -4,21 +4,15 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.trainer import ops
 from holdfast.trainer.wire import data
 from holdfast.trainer.wire.body import PROTOBUF, Numbered, read_body
 
-from .conftest import Codec
+from .conftest import FAST, Codec
 
-FAST = settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 SHAPES = st.one_of(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from holdfast.errors import Mistake
@@ -11,7 +10,7 @@ from holdfast.trainer import ops
 from holdfast.trainer.wire import requests, sampling, sessions
 from holdfast.trainer.wire.body import BadOp, Numbered
 
-from .conftest import Codec
+from .conftest import Codec, ints, longs
 
 Read = Callable[[bytes], Any]
 Row = tuple[str, Read, str, dict[str, Any], Any]
@@ -19,7 +18,7 @@ Row = tuple[str, Read, str, dict[str, Any], Any]
 
 BOTH, TINKER, FIREWORKS = "tinker fireworks", "tinker", "fireworks"
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-TOKENS = np.asarray([1, 2, 3], dtype="<i4").tobytes()
+TOKENS = ints(1, 2, 3)
 PATH = "tinker://m/weights/a"
 BASE = {"base_model": "b", "prompt": PROMPT, "sampling_params": {}}
 NEW = {"session_id": "s", "model_seq_id": 0, "base_model": "b/m"}
@@ -31,10 +30,6 @@ MODULES = {
     "SessionHeartbeatRequest": "session_heartbeat_request",
 }
 """Where the libraries have classes that are not among their `types`."""
-
-
-def longs(*values: int) -> bytes:
-    return np.asarray(values, dtype="<i8").tobytes()
 
 
 def operation(read: Read, name: str, op: ops.Op, **fields: Any) -> Row:

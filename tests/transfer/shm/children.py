@@ -45,14 +45,25 @@ def told() -> str:
 
 
 class Busy:
-    """Puts, replaces and deletes at random, and keeps about half of the budget alive."""
+    """Puts, replaces and deletes at random, and keeps about half of the budget alive.
 
-    def __init__(self, store: Store, seed: int, budget: int) -> None:
+    It notes what it is about to do, and what it has done.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        seed: int,
+        budget: int,
+        note: Callable[..., None] = say,
+        prefix: str = "",
+    ) -> None:
         self.store = store
         self.luck = random.Random(seed)
         self.budget = budget
+        self.note = note
+        self.prefix = prefix
         self.values: dict[str, tuple[int, int]] = {}
-        self.generation = seed * 1_000_000
         self.number = 0
 
     def step(self) -> None:
@@ -64,9 +75,8 @@ class Busy:
             self.delete(some if way < 0.2 else some[: 1 + len(some) // 2])
         elif way < 0.45:
             self.number += 1
-            self.put(
-                {f"large-{self.number}": self.luck.randint(self.budget // 6, self.budget // 4)}
-            )
+            size = self.luck.randint(self.budget // 6, self.budget // 4)
+            self.put({f"{self.prefix}large-{self.number}": size})
         elif way < 0.6 and self.values:
             some = self.luck.sample(sorted(self.values), min(3, len(self.values)))
             self.put({key: self.luck.randint(0, self.budget // 64) for key in some})
@@ -76,7 +86,7 @@ class Busy:
             first = self.number
             self.put(
                 {
-                    f"k-{first + n}": self.luck.randint(0, self.budget // 32 // count)
+                    f"{self.prefix}k-{first + n}": self.luck.randint(0, self.budget // 32 // count)
                     for n in range(count)
                 }
             )
@@ -95,27 +105,29 @@ class Busy:
 
     def put(self, sizes: dict[str, int]) -> bool:
         """Put new contents under these keys."""
-        self.generation += 1
-        say("begin", put=sizes, generation=self.generation)
-        values = {key: content(key, self.generation, size) for key, size in sizes.items()}
+        generation = self.store.generation()
+        self.note("putting", keys=sizes, generation=generation)
+        values = {key: content(key, generation, size) for key, size in sizes.items()}
         try:
-            done = list(self.store.put(values, generation=self.generation))
+            done = self.store.put(values, generation=generation)
         except BatchFailed as error:
             if any(status(one) != "failed" for one in error.failures.values()):
                 raise
-            done = list(error.values)
-        for key in done:
-            self.values[key] = (self.generation, sizes[key])
-        say("put", keys=done)
+            self.note("failed", why=str(error)[:300])
+            done = error.values
+        put = {key: sizes[key] for key in done}
+        self.values |= {key: (generation, size) for key, size in put.items()}
+        sums = [ref.checksum for ref in done.values()]
+        self.note("put", keys=put, generation=generation, sums=sums)
         return len(done) == len(sizes)
 
     def delete(self, keys: list[str]) -> None:
         """Delete these keys."""
-        say("begin", delete=keys)
-        assert all(self.store.delete(keys).values())
-        for key in keys:
-            del self.values[key]
-        say("delete")
+        self.note("deleting", keys=keys)
+        known = [key for key in keys if self.values.pop(key, None)]
+        gone = self.store.delete(keys)
+        assert all(gone[key] for key in known)
+        self.note("deleted", keys=keys)
 
 
 def busy(url: str, seed: int, budget: int, steps: int, squeeze: bool) -> None:
@@ -191,62 +203,22 @@ def racer(url: str, keys: list[str], rounds: int, seed: int) -> None:
 # -- the storm --------------------------------------------------------------------------
 
 
-def storm_writer(url: str, log: str, seed: int, share: int) -> None:
+def storm_writer(url: str, log: str, seed: int, budget: int) -> None:
     """Put and delete, and write to a file before and after, for readers to check."""
-    luck = random.Random(seed)
-    known: dict[str, tuple[int, int]] = {}
-    doubtful: set[str] = set()
-    for line in Path(log).read_text().splitlines() if Path(log).exists() else ():
-        one = json.loads(line)
-        for key in one.get("keys", ()):
-            if one["what"] == "put":
-                known[key] = (one["generation"], one["keys"][key])
-                doubtful.discard(key)
-            elif one["what"] == "deleted":
-                known.pop(key, None)
-                doubtful.discard(key)
-            else:
-                doubtful.add(key)
+    book = Book([log])
+    book.read()
     # Unbuffered, and each line in one write: what was written survives a kill.
     with Path(log).open("ab", buffering=0) as file, connect(url, QUICK) as store:
 
         def note(what: str, **more: object) -> None:
             file.write(json.dumps({"what": what, **more}).encode() + b"\n")
 
-        def delete(keys: list[str]) -> None:
-            note("deleting", keys=dict.fromkeys(keys, 0))
-            store.delete(keys)
-            note("deleted", keys=dict.fromkeys(keys, 0))
-            for key in keys:
-                known.pop(key, None)
-
-        if doubtful:
-            delete(sorted(doubtful))
-        number = 0
+        one = Busy(store, seed, budget, note, f"{Path(log).stem}-{seed}-")
+        one.values = {key: (ref.generation, book.sizes[key]) for key, ref in book.there.items()}
+        if book.begun:
+            one.delete(sorted(book.begun))
         while True:
-            alive = sum(size for _, size in known.values())
-            if known and (alive > share or luck.random() < 0.3):
-                delete(luck.sample(sorted(known), luck.randint(1, 1 + len(known) // 2)))
-                continue
-            number += 1
-            count = luck.choice((1, 1, 4, 30))
-            names = [f"{Path(log).stem}-{seed}-{number}-{n}" for n in range(count)]
-            if known and luck.random() < 0.3:
-                names[0] = luck.choice(sorted(known))
-            generation = store.generation()
-            sizes = {name: luck.randint(0, share // 8 // count) for name in names}
-            note("putting", keys=sizes, generation=generation)
-            values = {key: content(key, generation, size) for key, size in sizes.items()}
-            try:
-                done = store.put(values, generation=generation)
-            except BatchFailed as error:
-                note("failed", why=str(error)[:300])
-                delete(names)
-                continue
-            note(
-                "put", keys=sizes, generation=generation, sums=[r.checksum for r in done.values()]
-            )
-            known |= {key: (generation, size) for key, size in sizes.items()}
+            one.step()
 
 
 def storm_reader(url: str, logs: list[str], seed: int, by_view: bool) -> None:
@@ -269,6 +241,8 @@ class Book:
         self.sizes: dict[str, int] = {}
         self.gone: dict[str, Ref] = {}
         self.doubtful: dict[str, Ref] = {}
+        self.begun: set[str] = set()
+        """What somebody was about to put or delete, and has not done."""
         self.failures: list[str] = []
 
     def read(self) -> None:
@@ -288,8 +262,10 @@ class Book:
         if one["what"] == "failed":
             self.failures.append(one["why"])
             return
+        begins = one["what"] in ("putting", "deleting")
+        (self.begun.update if begins else self.begun.difference_update)(one["keys"])
         for at, key in enumerate(one["keys"]):
-            if one["what"] in ("putting", "deleting"):
+            if begins:
                 # Whether the old value is there is not known until the word that it is done.
                 old = self.there.pop(key, None)
                 if old is not None:

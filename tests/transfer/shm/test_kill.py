@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from holdfast.transfer import Store
+from kids import points
 
-from .children import Busy, content
+from .children import content
 from .conftest import Opener
-from .family import points, start
+from .family import start
 
 BUDGET = 2 << 20
 OPTIONS = f"?budget={BUDGET}&segment=128K"
@@ -24,21 +25,22 @@ class Told:
         self.gone: set[str] = set()
         begun: dict[str, Any] = {}
         for line in lines:
-            if line["what"] == "begin":
+            if line["what"] in ("putting", "deleting"):
                 begun = line
             elif line["what"] == "put":
-                for key in line["keys"]:
-                    self.there[key] = (begun["generation"], begun["put"][key])
+                for key, size in line["keys"].items():
+                    self.there[key] = (line["generation"], size)
                     self.gone.discard(key)
                 begun = {}
-            elif line["what"] == "delete":
-                for key in begun["delete"]:
+            elif line["what"] == "deleted":
+                for key in line["keys"]:
                     del self.there[key]
                     self.gone.add(key)
                 begun = {}
-        self.putting: dict[str, int] = begun.get("put", {})
+        puts = "generation" in begun
         self.generation: int = begun.get("generation", 0)
-        self.deleting: list[str] = begun.get("delete", [])
+        self.putting: dict[str, int] = begun["keys"] if puts else {}
+        self.deleting: list[str] = [] if puts else begun.get("keys", [])
 
     def check(self, store: Store) -> dict[str, int]:
         """Check a store; returns the generation of each key that is there."""
@@ -118,7 +120,7 @@ def _goes_on(told: Told, witness: Store, heir: Store, seed: int) -> None:
     assert witness.stat().taken <= BUDGET
 
 
-@pytest.mark.parametrize("point", points())
+@pytest.mark.parametrize("point", points("shm."))
 def test_killed_at(point: str, name: str, opener: Opener, tmp_path: Path, seed: int) -> None:
     """Whatever was acknowledged is there for old and new readers, and all space is reclaimed."""
     often = point.startswith(("shm.put", "shm.delete", "shm.reuse", "shm.compact"))
@@ -131,7 +133,7 @@ def test_killed_at(point: str, name: str, opener: Opener, tmp_path: Path, seed: 
     ("point", "hit"),
     [
         (point, hit)
-        for point in points()
+        for point in points("shm.")
         if not point.startswith("shm.adopt")
         # A victim grows a few times until its budget is used, and then works within it.
         for hit in range(1, 5 if point.startswith("shm.grow") else 9)
@@ -142,17 +144,3 @@ def test_killed_later(
 ) -> None:
     """The same at later passes of the same point."""
     _kill_at(point, hit, seed, name, opener, tmp_path)
-
-
-def test_busy_alone(opener: Opener, seed: int) -> None:
-    """Without faults: hundreds of steps of one writer, checked by another session."""
-    store, witness = opener(OPTIONS), opener()
-    one = Busy(store, seed % 1000, BUDGET)
-    for n in range(400):
-        one.step()
-        if n % 10 == 0:
-            found = witness.get(list(one.values))
-            for key, (generation, size) in one.values.items():
-                assert found[key] == content(key, generation, size)
-            assert witness.stat().keys == len(one.values)
-            assert witness.stat().taken <= BUDGET

@@ -1,7 +1,6 @@
 """Many processes and threads, one key; forks; the folder itself."""
 
 import os
-import random
 import signal
 import time
 from functools import partial
@@ -16,7 +15,7 @@ from holdfast.transfer.shm.folder import SHARED
 from holdfast.transfer.shm.locks import Locks
 from transfer.outcomes import together
 
-from .children import QUICK, content
+from .children import QUICK
 from .conftest import Opener
 from .family import fresh_name, session, start
 
@@ -84,24 +83,6 @@ def test_a_late_delete(name: str, opener: Opener, tmp_path: Path) -> None:
         assert not any(deleter.hear("deleted")["answer"].values())
     assert store.stat().keys == 1 + 8 * 60
     assert len(store.get([f"b-{turn}-{n}" for turn in range(8) for n in range(60)])) == 480
-
-
-def test_threads(opener: Opener, seed: int) -> None:
-    """Threads of one process put, get and delete side by side."""
-    store = opener(OPTIONS)
-
-    def work(number: int) -> None:
-        luck = random.Random(seed + number)
-        for n in range(150):
-            key = f"{number}-{n % 7}"
-            size = luck.choice((10, 1000, 200_000))
-            ref = store.put({key: content(key, n, size)})[key]
-            assert store.get([ref])[key] == content(key, n, size)
-            with store.view([ref]) as values:
-                assert values[key] == content(key, n, size)
-            assert luck.random() >= 0.5 or store.delete([ref])[key]
-
-    together(partial(work, number) for number in range(4))
 
 
 def test_fork(opener: Opener) -> None:

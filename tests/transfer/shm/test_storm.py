@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from holdfast.transfer import Store
+from kids import Kid
 from patience import HANG_S
 
 from .children import Book
 from .conftest import Opener
-from .family import Kid, start
+from .family import start
 
 BUDGET = 48 << 20
-SHARE = 5 << 20
+SHARE = 10 << 20
+"""Of one writer, which keeps about half of it alive."""
 LEAST_CHECKS = 100
 
 
@@ -47,7 +49,7 @@ class Storm:
         args: dict[str, Any] = {"url": self.url, "seed": self.luck.getrandbits(20)}
         if role < 3:
             self.written[role] = self._size(role)
-            what, args = "storm_writer", {**args, "log": self.logs[role], "share": SHARE}
+            what, args = "storm_writer", {**args, "log": self.logs[role], "budget": SHARE}
         else:
             what, args = "storm_reader", {**args, "logs": self.logs, "by_view": role == 4}
         self.kids[role] = stack.enter_context(start(what, folder=self.folder, **args))

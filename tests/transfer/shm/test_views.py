@@ -10,7 +10,6 @@ import pytest
 
 from holdfast.errors import NoRoom
 from holdfast.transfer import Store
-from holdfast.transfer.store import status
 
 from .children import content
 from .conftest import Opener
@@ -88,19 +87,6 @@ def test_writing_to_a_view_is_private(opener: Opener) -> None:
         with one.view(["x"]) as values:
             assert (values["x"] == np.arange(100_000)).all()
             assert values["x"].ctypes.data % 64 == 0
-
-
-def test_a_view_of_what_is_not_there(opener: Opener) -> None:
-    """A view with missing or stale keys fails as a whole and names them; it holds nothing."""
-    store = opener(OPTIONS)
-    old = store.put({"x": b"1"})["x"]
-    store.put({"x": b"2", "y": b"3"})
-    with store.backend.view({"x": old, "y": "y", "z": "z"}) as found:
-        assert status(found["x"]) == "stale"
-        assert status(found["z"]) == "missing"
-        assert status(found["y"]) == "ok"
-    store.delete(["x", "y"])
-    store.put({f"n-{n}": bytes(SIZE) for n in range(18)})
 
 
 @pytest.mark.parametrize("turn", range(3))
