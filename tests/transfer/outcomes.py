@@ -24,7 +24,10 @@ PATIENT = Policy(attempts=12, base_s=0.001, factor=1.5, max_s=0.02, deadline_s=6
 def fails(
     wanted: Mapping[str, type[Exception] | UnionType | str], match: str | None = None
 ) -> Iterator[None]:
-    """Exactly these keys fail, each with an error of this class, or with this status."""
+    """Exactly these keys fail, each with an error of this class, or with this status.
+
+    Each error carries its key, begins with it and names no other; that of the batch names all.
+    """
     with pytest.raises(BatchFailed, match=match) as caught:
         yield
     found = caught.value.failures
@@ -34,6 +37,10 @@ def fails(
             assert status(found[key]) == kind, repr(found[key])
         else:
             assert isinstance(found[key], kind), repr(found[key])
+        told = str(found[key])
+        assert (getattr(found[key], "key", ""), told.startswith(key)) == (key, True), told
+        assert not any(other in told for other in wanted if other not in key), told
+        assert key in str(caught.value)
 
 
 def together(jobs: Iterable[Callable[[], object]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SAMPLES", "same"]
+__all__ = ["SAMPLES", "objects", "same"]
 
 _RNG = np.random.default_rng(7)
 
@@ -15,7 +15,8 @@ def _floats(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.from_numpy(_RNG.standard_normal(shape)).to(dtype)
 
 
-def _objects(*items: Any) -> Any:
+def objects(*items: Any) -> Any:
+    """An array of objects, whatever they are."""
     array = np.empty(len(items), object)
     for at, item in enumerate(items):
         array[at] = item
@@ -49,11 +50,11 @@ def _samples() -> dict[str, Any]:
         "array uint64": np.array([2**64 - 1], np.uint64),
         "array text": np.array([["x", ""], ["grün", "\U0001f9ca"]]),
         "array bytes": np.array([b"x", b"", b"yz"]),
-        "array objects": _objects("x", {"a": [1, np.arange(2)]}, None, [1, 2], torch.ones(2)),
+        "array objects": objects("x", {"a": [1, np.arange(2)]}, None, [1, 2], torch.ones(2)),
         "array objects 2-d": np.array([[1, "a"], [None, 2**100]], dtype=object),
         "array objects empty": np.empty((0, 3), object),
         "array objects 0-d": np.array("x", dtype=object),
-        "array of arrays": {"a": _objects(np.array(["x"]), np.array([1, None], dtype=object))},
+        "array of arrays": {"a": objects(np.array(["x"]), np.array([1, None], dtype=object))},
         "text of numpy": np.str_("x"),
         "bytes of numpy": [np.bytes_(b"x"), np.float32(1.5), np.bool_(True)],
         "number of numpy": np.int64(-3),

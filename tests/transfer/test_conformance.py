@@ -127,6 +127,27 @@ def test_references_travel(open_store: Opener) -> None:
     assert failures(reader, larger) == {"b": "stale"}
 
 
+def test_every_error_names_its_key_and_no_other(store: Store) -> None:
+    """What is missing, replaced or deleted: got, read into buffers, viewed."""
+    keys = ["user/key-1", "user/key-2"]
+    missing, stale = dict.fromkeys(keys, "missing"), dict.fromkeys(keys, "stale")
+    with fails(missing):
+        store.get(keys)
+    with fails(missing):
+        store.get_into({key: bytearray(1) for key in keys})
+    with fails(missing), store.view(keys):
+        pass
+    old = store.put(dict.fromkeys(keys, b"1"))
+    store.put(dict.fromkeys(keys, b"22"))
+    with fails(stale):
+        store.get(old.values())
+    with fails(stale), store.view(old.values()):
+        pass
+    store.delete(keys)
+    with fails(stale):
+        store.get(old.values())
+
+
 def test_two_values_of_one_key_cannot_be_asked_for_at_once(store: Store) -> None:
     old, new = store.put({"k": 1})["k"], store.put({"k": 2})["k"]
     with pytest.raises(Mistake, match="twice"):

@@ -22,11 +22,11 @@ PAYLOAD = bytes(range(150))
 
 
 def framed(
-    kind: Kind = "tensor", key: str = "key", generation: int = 5, payload: bytes = PAYLOAD
+    kind: Kind = "tensor", key: str = "key", payload: bytes = PAYLOAD
 ) -> tuple[bytearray, Ref]:
     shape = (3, 50) if kind == "tensor" else ()
     dtype = "U8" if kind == "tensor" else ""
-    head, ref = make_head(kind, key, generation, (payload,), dtype=dtype, shape=shape)
+    head, ref = make_head(kind, key, 5, (payload,), dtype=dtype, shape=shape)
     return bytearray(head + payload), ref
 
 

@@ -23,30 +23,6 @@ TASKS = ("train", "log")
 Place = tuple[str, RedisServer | None]
 
 
-class Crowd:
-    """Children by name, each started again with a new life after it was killed."""
-
-    def __init__(self, stack: contextlib.ExitStack, how: dict[str, object], folder: Path) -> None:
-        self._stack = stack
-        self._how = how
-        self._folder = folder
-        self._lives: Counter[str] = Counter()
-        self.children: dict[str, Child] = {}
-
-    def start(self, name: str) -> None:
-        """Start one, the first time or again."""
-        self._lives[name] += 1
-        role = "produce" if name.startswith("p") else "consume"
-        how = {**self._how, "name": name, "role": role, "life": self._lives[name]}
-        self.children[name] = self._stack.enter_context(
-            spawn(
-                [sys.executable, str(CHILD), json.dumps(how)],
-                name=f"{name}-{self._lives[name]}",
-                log=self._folder / f"out-{name}-{self._lives[name]}",
-            )
-        )
-
-
 @pytest.fixture(params=["shm", "redis"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """A store that outlives its users, and its server if it has one."""
@@ -75,10 +51,21 @@ def storm(
     how |= {"folder": str(tmp_path), "samples": samples}
     names = ["p0", "p1", "c0", "c1", "c2"]
     wanted = {f"{name}-{at}" for name in names[:2] for at in range(samples)}
+    lives: Counter[str] = Counter()
+    children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:
-        crowd = Crowd(stack, how, tmp_path)
+
+        def begin(name: str) -> None:
+            """Start one, the first time or again."""
+            lives[name] += 1
+            role = "produce" if name.startswith("p") else "consume"
+            told = json.dumps({**how, "name": name, "role": role, "life": lives[name]})
+            log = tmp_path / f"out-{name}-{lives[name]}"
+            child = spawn([sys.executable, str(CHILD), told], name=log.name, log=log)
+            children[name] = stack.enter_context(child)
+
         for name in names:
-            crowd.start(name)
+            begin(name)
         for _ in range(kills):
             time.sleep(luck.uniform(0.3, 1.0))
             if server is not None and luck.random() < 0.25:
@@ -86,15 +73,15 @@ def storm(
                 server.restart()
                 continue
             name = luck.choice(names)
-            if crowd.children[name].alive():
-                crowd.children[name].kill_group()
-                crowd.start(name)
+            if children[name].alive():
+                children[name].kill_group()
+                begin(name)
         deadline = time.monotonic() + limit_s
         while True:
             for name in names[:2]:
-                code = None if crowd.children[name].alive() else crowd.children[name].wait(1)
+                code = None if children[name].alive() else children[name].wait(1)
                 if code not in (None, 0):
-                    crowd.start(name)
+                    begin(name)
             found = asyncio.run(overview(ledger, "default", "q"))
             if found is not None and found.ever == len(wanted) and found.samples == 0:
                 break

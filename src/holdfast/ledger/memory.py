@@ -26,9 +26,8 @@ _hubs: dict[str, "Hub"] = {}
 class Hub:
     """One store, and everybody who waits for it to change."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.store = Store()
-        self.clock = clock
         self.lock = threading.Lock()
         self.bells: set[_Bell] = set()
         """Each is rung whenever something below its prefix changes."""
@@ -100,7 +99,7 @@ class MemoryLedger(Ledger):
         if self._closed:
             raise Mistake("this ledger object has been closed: open another one")
         with self._hub.lock:
-            now = self._hub.clock()
+            now = time.monotonic()
             before = self._hub.store.revision
             self._hub.store.expire(now)
             try:
@@ -114,7 +113,7 @@ class MemoryLedger(Ledger):
         if self._timer is not None:
             self._timer.cancel()
         if deadline is not None:
-            delay_s = max(0.0, deadline - self._hub.clock())
+            delay_s = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:

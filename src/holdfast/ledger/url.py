@@ -132,7 +132,7 @@ def _etcd(url: str, rest: str, timeouts: Timeouts) -> Ledger:
         endpoints,
         user=unquote(user),
         password=unquote(password),
-        tls=options.get("tls", "").lower() in _TRUE or "ca" in options or "cert" in options,
+        tls=options.get("tls", "").lower() in _TRUE,
         ca=_file(options, "ca"),
         cert=_file(options, "cert"),
         key=_file(options, "key"),

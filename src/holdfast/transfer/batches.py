@@ -1,6 +1,6 @@
 """Many keys in parts that a back end can take, and back again. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError
@@ -18,22 +18,28 @@ def split(
     """Parts with at most so many keys and, unless one key alone has more, so many bytes."""
     if len(items) <= most_keys and most_bytes >= 1 << 62:
         return [items]
-    parts: list[Mapping[str, T]] = []
-    part: dict[str, T] = {}
-    nbytes = 0
-    for key, item in items.items():
+    found = portions(items.items(), most_keys, most_bytes, lambda one: weigh(one[1]))
+    return [dict(part) for part in found] or [items]
+
+
+def portions(
+    items: Iterable[T],
+    most: int,
+    most_weight: int = 1 << 62,
+    weigh: Callable[[T], int] = lambda _: 0,
+) -> Iterator[list[T]]:
+    """The same items, so many at a time at most, and, unless one alone has more, such a weight."""
+    part: list[T] = []
+    total = 0
+    for item in items:
         weight = weigh(item)
-        if part and (len(part) == most_keys or nbytes + weight > most_bytes):
-            parts.append(part)
-            part, nbytes = {}, 0
-        part[key] = item
-        nbytes += weight
-    return [*parts, part]
-
-
-def portions(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """The same items, so many at a time at most."""
-    return (items[at : at + most] for at in range(0, len(items), most))
+        if part and (len(part) == most or total + weight > most_weight):
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += weight
+    if part:
+        yield part
 
 
 def collect(keys: Iterable[str], parts: Iterable[Partial[V]]) -> Partial[V]:

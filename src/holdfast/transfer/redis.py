@@ -179,14 +179,11 @@ class RedisBackend(Backend):
         pieces = pieces_of(frame.parts, self._part_bytes)
         try:
             with self._pool.reading() as wire:  # nobody sees it yet: a lost answer changes nothing
-                first: list[Buffer] = [b"size", b"%d" % frame.ref.nbytes]
-                first += [b"part", b"%d" % self._part_bytes, b"0", frame.head]
-                count = 0
-                refused = write_fields(wire, name, [[word] for word in first], self._keep_s)
+                about = ("size", frame.ref.nbytes, "part", self._part_bytes, "0", frame.head)
+                count, refused = 0, write_fields(wire, name, about, self._keep_s)
                 for count, piece in enumerate(pieces, 1):
                     if refused is None:
-                        words: list[list[Buffer]] = [[b"%d" % count], piece]
-                        refused = write_fields(wire, name, words, self._keep_s)
+                        refused = write_fields(wire, name, (count, piece), self._keep_s)
                 if refused is not None:
                     wire.ask([command("UNLINK", name)])
                     return {key: _error(refused, key)}

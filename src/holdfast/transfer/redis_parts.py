@@ -9,7 +9,7 @@ from math import ceil
 
 from holdfast.errors import Corrupt
 from holdfast.transfer.frame import Buffer
-from holdfast.transfer.resp import Answer, Refused, Wire, command
+from holdfast.transfer.resp import Answer, Refused, Wire, Word, command
 
 __all__ = ["ABOUT", "described", "pieces_of", "read_parts", "write_fields"]
 
@@ -18,17 +18,10 @@ ABOUT = ("size", "part", "0")
 _MOST_DIGITS = 32
 
 
-def write_fields(
-    wire: Wire, name: bytes, words: list[list[Buffer]], keep_s: float
-) -> Refused | None:
+def write_fields(wire: Wire, name: bytes, words: Sequence[Word], keep_s: float) -> Refused | None:
     """Write fields of a hash that is not in its place yet, and let it expire, as one."""
-    lengths = [sum(map(len, pieces)) for pieces in words]
-    request: list[Buffer] = [*command("MULTI"), b"*%d\r\n$4\r\nHSET\r\n" % (len(words) + 2)]
-    request += [b"$%d\r\n%b\r\n" % (len(name), name)]
-    for length, pieces in zip(lengths, words, strict=True):
-        request += [b"$%d\r\n" % length, *pieces, b"\r\n"]
-    request += [*command("EXPIRE", name, ceil(keep_s)), *command("EXEC")]
-    wire.send(request)
+    request = [*command("MULTI"), *command("HSET", name, *words)]
+    wire.send([*request, *command("EXPIRE", name, ceil(keep_s)), *command("EXEC")])
     for answer in [wire.read() for _ in range(4)]:
         if isinstance(answer, Refused):
             return answer

@@ -23,7 +23,7 @@ import msgspec
 from holdfast.errors import Denied, Unavailable
 from holdfast.transfer.frame import Buffer
 
-__all__ = ["MOST_BULK_BYTES", "Address", "Answer", "Lost", "Refused", "Wire", "command"]
+__all__ = ["Address", "Answer", "Lost", "Refused", "Wire", "Word", "command"]
 
 MOST_BULK_BYTES = 512 << 20
 """Redis has no longer strings: whoever announces one is not Redis, or was misheard."""
@@ -68,12 +68,17 @@ class Address(msgspec.Struct, frozen=True):
     """A file with the certificates to trust, instead of the system's."""
 
 
-def command(*words: Buffer | str | int) -> list[Buffer]:
+Word = Buffer | str | int | list[Buffer]
+"""Of a request; one that lies in several pieces is a list of them."""
+
+
+def command(*words: Word) -> list[Buffer]:
     """A request. Large words are not copied."""
     out: list[Buffer] = [b"*%d\r\n" % len(words)]
     for word in words:
-        data = word if isinstance(word, bytes | bytearray | memoryview) else str(word).encode()
-        out += [b"$%d\r\n" % len(data), data, b"\r\n"]
+        pieces = word if isinstance(word, list) else [word]
+        data = [str(one).encode() if isinstance(one, str | int) else one for one in pieces]
+        out += [b"$%d\r\n" % sum(map(len, data)), *data, b"\r\n"]
     return out
 
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from urllib.parse import parse_qsl, urlsplit
 
 from holdfast.errors import MissingPackage, Mistake
+from holdfast.ledger import without_password
 from holdfast.retry import Policy
 from holdfast.timeouts import DEFAULTS, Timeouts
 from holdfast.transfer.backend import Backend
@@ -40,13 +41,6 @@ def connect(url: str, policy: Policy | None = None, *, timeouts: Timeouts = DEFA
     """
     timeouts.check()
     return Store(backend(url, timeouts), policy, timeouts=timeouts)
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown to people and written to logs."""
-    scheme, slashes, rest = url.partition("://")
-    user, at, hosts = rest.rpartition("@")
-    return f"{scheme}{slashes}{user.split(':')[0]}{at}{hosts}"
 
 
 def backend(url: str, timeouts: Timeouts = DEFAULTS) -> Backend:

@@ -119,12 +119,7 @@ async def test_members_die_and_no_write_is_lost_and_no_event_is_missed(
             await load.more(200)
             load.done = True
             await asyncio.wait(writers)
-            for _ in range(100):
-                try:
-                    await ledger.txn([], [Put("/load/~end", b"")])
-                    break
-                except (Unavailable, UnknownOutcome):
-                    await asyncio.sleep(0.05)
+            await auntil(lambda: written(ledger, "/load/~end"))
         present = {entry.key: entry for entry in (await ledger.range("/load/")).entries}
 
     assert len(load.acknowledged) >= 1000

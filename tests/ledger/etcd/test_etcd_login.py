@@ -69,32 +69,33 @@ def b64(text: str) -> str:
 def guarded(tmp_path: Path) -> Iterator[EtcdServer]:
     """A server that wants a login: `root`, and `limited`, who may only touch /mine/."""
     with EtcdServer(tmp_path) as server:
-        permission = {
-            "permType": "READWRITE",
-            "key": b64("/mine/"),
-            "range_end": b64("/mine0"),
-        }
+        mine = {"key": b64("/mine/"), "range_end": b64("/mine0"), "permType": "READWRITE"}
         for path, request in (
-            ("/v3/auth/user/add", {"name": "root", "password": "s:cret@"}),
-            ("/v3/auth/role/add", {"name": "root"}),
-            ("/v3/auth/user/grant", {"user": "root", "role": "root"}),
-            ("/v3/auth/user/add", {"name": "limited", "password": "x"}),
-            ("/v3/auth/role/add", {"name": "mine"}),
-            ("/v3/auth/role/grant", {"name": "mine", "perm": permission}),
-            ("/v3/auth/user/grant", {"user": "limited", "role": "mine"}),
-            ("/v3/auth/enable", {}),
+            ("user/add", {"name": "root", "password": "s:cret@"}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("user/add", {"name": "limited", "password": "x"}),
+            ("role/add", {"name": "mine"}),
+            ("role/grant", {"name": "mine", "perm": mine}),
+            ("user/grant", {"user": "limited", "role": "mine"}),
+            ("enable", {}),
         ):
-            status, text = server.ask(path, dict(request))
-            assert status == 200, text
+            tell(server, path, dict(request))
         yield server
 
 
-def root_token(server: EtcdServer) -> str:
-    status, text = server.ask("/v3/auth/authenticate", {"name": "root", "password": "s:cret@"})
+def tell(server: EtcdServer, path: str, request: dict[str, object], token: str = "") -> str:
+    """Ask a server about its logins."""
+    status, text = server.ask(f"/v3/auth/{path}", request, token)
     assert status == 200, text
-    token = json.loads(text)["token"]
-    assert isinstance(token, str)
-    return token
+    return text
+
+
+def forget_tokens(server: EtcdServer) -> None:
+    """Let a server forget every login that it has given."""
+    root = json.loads(tell(server, "authenticate", {"name": "root", "password": "s:cret@"}))
+    tell(server, "disable", {}, root["token"])
+    tell(server, "enable", {})
 
 
 async def test_credentials(guarded: EtcdServer) -> None:
@@ -124,12 +125,9 @@ async def test_an_old_login_is_renewed(guarded: EtcdServer) -> None:
     """When the server forgets its tokens, calls and watches log in again by themselves."""
     async with EtcdLedger(guarded.endpoints, user="root", password="s:cret@") as ledger:
         start = (await ledger.txn([], [Put("/old/1", b"")])).revision
-        for path, token in (("disable", root_token(guarded)), ("enable", "")):
-            status, text = guarded.ask(f"/v3/auth/{path}", {}, token)
-            assert status == 200, text
+        forget_tokens(guarded)
         await asyncio.gather(*(ledger.txn([], [Put(f"/old/{n}", b"")]) for n in range(2, 6)))
-        for path, token in (("disable", root_token(guarded)), ("enable", "")):
-            assert guarded.ask(f"/v3/auth/{path}", {}, token)[0] == 200
+        forget_tokens(guarded)
         async with ledger.watch("/old/", start=start) as watch:
             assert len(await take(watch, 5)) == 5
 

@@ -23,11 +23,6 @@ def test_numbers_beyond_64_bits_are_cut(number: int) -> None:
     assert abs(int(shown)) == wire.INT64_MAX
 
 
-def test_a_key_that_is_not_text_is_nobodys() -> None:
-    """Other programs may write any bytes below our prefix."""
-    assert wire.entry(wire.KeyValue(key=b"/\xff")) is None
-
-
 @pytest.mark.parametrize(
     ("code", "message", "verdict"),
     [

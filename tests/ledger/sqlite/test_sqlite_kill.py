@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from holdfast import ledger, proc
+from holdfast.errors import Unavailable
 from holdfast.ledger import Put, absent
 from holdfast.ledger.check import check
+from holdfast.ledger.sqlite import SqliteLedger
+from holdfast.timeouts import Timeouts
+from kids import state
 from ledger.conformance import within
 from patience import HANG_S
 
@@ -110,13 +114,10 @@ asyncio.run(main())
 """
 
 
-def _write_one_and_die(url: str, point: str) -> None:
-    """A process that writes /a and is killed at a fault point."""
-    with proc.spawn(
-        [sys.executable, "-c", WRITE_ONE, url],
-        env={"HOLDFAST_FAULTS": f"ledger.sqlite.{point}:kill@1"},
-    ) as child:
-        assert child.process.wait(HANG_S) == -signal.SIGKILL
+def _write_one(url: str, fault: str) -> proc.Child:
+    """A process that writes /a, with a fault on its way."""
+    env = {"HOLDFAST_FAULTS": f"ledger.sqlite.{fault}@1"}
+    return proc.spawn([sys.executable, "-c", WRITE_ONE, url], env=env)
 
 
 def _asleep(task: "asyncio.Future[Any]") -> bool:
@@ -137,7 +138,8 @@ async def test_killed_around_the_commit(tmp_path: Path, point: str) -> None:
         first = asyncio.ensure_future(anext(watch))
         while not _asleep(first):
             await asyncio.sleep(0)
-        await asyncio.to_thread(_write_one_and_die, url, point)
+        with _write_one(url, f"{point}:kill") as child:
+            assert await asyncio.to_thread(child.wait, HANG_S) == -signal.SIGKILL
         if point == "after_commit":
             seen = ["/a"]
         else:
@@ -147,41 +149,16 @@ async def test_killed_around_the_commit(tmp_path: Path, point: str) -> None:
         assert (await led.get("/a") is not None) == (seen == ["/a"])
 
 
-def test_a_stopped_writer_is_reported_not_waited_for_ever(tmp_path: Path) -> None:
+async def test_a_stopped_writer_is_reported_not_waited_for_ever(tmp_path: Path) -> None:
     """SIGSTOP inside a transaction: others get a clear, retriable error; SIGCONT heals."""
-    from holdfast.errors import Unavailable
-    from holdfast.ledger.sqlite import SqliteLedger
-    from holdfast.timeouts import Timeouts
-
     path = tmp_path / "x.db"
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            from holdfast import faults
-            from holdfast.ledger.sqlite.engine import Engine
-            from holdfast.timeouts import DEFAULTS
-
-            engine = Engine(path, full_sync=False, timeouts=DEFAULTS)
-            faults.arm("ledger.sqlite.before_commit:stop@1")
-            os.write(writing, b"ready")
-            engine.write([lambda write: write.txn([], [Put("/a", b"")], [])], wait=True)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.read(reading, 5)
-    os.waitpid(pid, os.WUNTRACED)
-
-    async def main() -> None:
-        async with SqliteLedger(path, timeouts=Timeouts(sqlite_busy_s=0.3)) as led:
+    async with SqliteLedger(path, timeouts=Timeouts(sqlite_busy_s=0.3)) as led:
+        with _write_one(f"sqlite:///{path}", "before_commit:stop") as child:
+            await asyncio.to_thread(child.wait_until, lambda: state(child.pid) == "T", HANG_S)
             assert await led.get("/a") is None  # readers are not held up
             with pytest.raises(Unavailable, match="has held the lock"):
                 await led.txn([], [Put("/b", b"")])
-            os.kill(pid, signal.SIGCONT)
-            assert os.waitpid(pid, 0)[1] == 0
-            await led.txn([], [Put("/b", b"")])
-            assert [entry.key for entry in (await led.range("/")).entries] == ["/a", "/b"]
-
-    asyncio.run(main())
-    os.close(reading)
-    os.close(writing)
+            child.signal(signal.SIGCONT)
+            assert await asyncio.to_thread(child.wait, HANG_S) == 0
+        await led.txn([], [Put("/b", b"")])
+        assert [entry.key for entry in (await led.range("/")).entries] == ["/a", "/b"]

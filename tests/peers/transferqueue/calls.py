@@ -17,6 +17,7 @@ import torch
 
 from peers.transferqueue.answers import Recorder
 from peers.transferqueue.system import NonTensorData, NonTensorStack, TensorDict, ray, tq
+from transfer.samples import objects
 
 __all__ = ["SCRIPTS"]
 
@@ -36,13 +37,6 @@ Pair = collections.namedtuple("Pair", "left right")
 def jagged(*rows: torch.Tensor) -> torch.Tensor:
     """A nested tensor, one row each."""
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def _objects(*items: Any) -> Any:
-    array = np.empty(len(items), object)
-    for at, item in enumerate(items):
-        array[at] = item
-    return array
 
 
 def columns() -> dict[str, Any]:
@@ -83,18 +77,18 @@ def columns() -> dict[str, Any]:
         "an array of numbers": np.arange(6).reshape(3, 2),
         "an array of text": np.array(["x", "", "äöü"]),
         "an array of bytes": np.array([b"x", b"", b"yz"]),
-        "an array of objects": _objects("x", {"a": [1]}, None),
-        "an array of lists": _objects([1, 2], [], [3]),
+        "an array of objects": objects("x", {"a": [1]}, None),
+        "an array of lists": objects([1, 2], [], [3]),
         "an array of equal lists": np.array([[1, "a"], [2, "b"], [3, None]], dtype=object),
         "arrays of objects as rows": NonTensorStack(
-            np.array(["x", None], dtype=object), np.array(["a", "bc"]), _objects([1], {"b": 2})
+            np.array(["x", None], dtype=object), np.array(["a", "bc"]), objects([1], {"b": 2})
         ),
         "a wrapped list": NonTensorData(data=["x", {"y": 1}, None], batch_size=(3,)),
         "a wrapped list of lists": NonTensorData(data=[[1, 2], [], [3]], batch_size=(3,)),
         "a wrapped list of tensors": NonTensorData(
             data=[torch.ones(2), torch.ones(1), torch.ones(3)], batch_size=(3,)
         ),
-        "a wrapped array": NonTensorData(data=_objects("x", [1], None), batch_size=(3,)),
+        "a wrapped array": NonTensorData(data=objects("x", [1], None), batch_size=(3,)),
         "a wrapped array of text": NonTensorData(data=np.array(["x", "y", "z"]), batch_size=(3,)),
         "a wrapped array of numbers": NonTensorData(data=np.arange(3), batch_size=(3,)),
         "a wrapped tensor": NonTensorData(data=torch.arange(6).reshape(3, 2), batch_size=(3,)),

@@ -116,7 +116,7 @@ def test_one_call_with_more_than_a_segment(opener: Opener) -> None:
     assert 24 <= len(put) <= 32
     for key, error in caught.value.failures.items():
         assert isinstance(error, NoRoom)
-        assert str(error).startswith(f"{key}: ")
+        assert (error.key, str(error).startswith(f"{key}: ")) == (key, True)
     _check(store, put)
     assert not any(store.exists([key for key in values if key not in put]).values())
 

@@ -21,7 +21,7 @@ import msgspec
 from holdfast.contrib.transferqueue.client import HoldfastStorageClient
 from holdfast.errors import Corrupt, NotFound
 from holdfast.transfer.backend import Frame
-from holdfast.transfer.batches import named, split
+from holdfast.transfer.batches import named, portions, split
 from holdfast.transfer.frame import Ref, open_head, prove
 from holdfast.transfer.store import again
 
@@ -88,15 +88,9 @@ def load(client: HoldfastStorageClient, folder: Path) -> None:
         runs.pop(client.settings.run, None)
         # First: what is put below can then always be found and deleted.
         client.store.put({f"{client.settings.run}/{_ADOPTS}": list(runs)})
-        some: dict[str, Frame] = {}
-        size = 0
-        for frame in _frames(file, about.count):
-            some[frame.ref.key] = frame
-            size += frame.ref.nbytes
-            if size >= _AT_ONCE_BYTES or len(some) >= _AT_ONCE_KEYS:
-                _put(client, some)
-                some, size = {}, 0
-        _put(client, some)
+        frames = _frames(file, about.count)
+        for some in portions(frames, _AT_ONCE_KEYS, _AT_ONCE_BYTES, attrgetter("ref.nbytes")):
+            _put(client, {frame.ref.key: frame for frame in some})
 
 
 def _stored(client: HoldfastStorageClient, run: str) -> Iterator[tuple[str, memoryview]]:

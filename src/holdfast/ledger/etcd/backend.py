@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, Unpack
 
 from holdfast.errors import (
     Compacted,
@@ -23,7 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.etcd import wire
-from holdfast.ledger.etcd.http import Client
+from holdfast.ledger.etcd.http import Client, Login
 from holdfast.ledger.etcd.trouble import Forbidden
 from holdfast.ledger.etcd.watch import EtcdWatch
 from holdfast.ledger.mvcc import lease_lost
@@ -66,26 +65,13 @@ class EtcdLedger(Ledger):
         self,
         endpoints: Sequence[tuple[str, int]],
         *,
-        user: str = "",
-        password: str = "",
-        tls: bool = False,
-        ca: Path | None = None,
-        cert: Path | None = None,
-        key: Path | None = None,
         timeout_s: float | None = None,
         timeouts: Timeouts = DEFAULTS,
+        **login: Unpack[Login],
     ) -> None:
         self.timeouts = timeouts
-        self._client = Client(
-            endpoints,
-            user=user,
-            password=password,
-            tls=tls,
-            ca=ca,
-            cert=cert,
-            key=key,
-            timeout_s=timeouts.ledger_call_s if timeout_s is None else timeout_s,
-        )
+        limit_s = timeouts.ledger_call_s if timeout_s is None else timeout_s
+        self._client = Client(endpoints, limit_s, **login)
         self._watches: set[EtcdWatch] = set()
         self._page_entries = _FIRST_PAGE_ENTRIES
 

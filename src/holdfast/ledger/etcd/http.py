@@ -22,7 +22,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import aiohttp
 import msgspec
@@ -48,7 +48,7 @@ from holdfast.ledger.etcd.trouble import (
 )
 from holdfast.retry import Pauses, Policy
 
-__all__ = ["PACE", "Client"]
+__all__ = ["PACE", "Client", "Login"]
 
 T = TypeVar("T")
 
@@ -62,30 +62,37 @@ _RANGE = "/v3/kv/range"
 _NEVER_ROUND = 1e9
 
 
+class Login(TypedDict, total=False):
+    """Who we are to a cluster, and the files for TLS."""
+
+    user: str
+    password: str
+    tls: bool
+    ca: Path | None
+    cert: Path | None
+    key: Path | None
+
+
 class Client:
     """A cluster as one place to send requests to. Belongs to one event loop."""
 
     def __init__(
         self,
         endpoints: Sequence[tuple[str, int]],
-        *,
-        user: str,
-        password: str,
-        tls: bool,
-        ca: Path | None,
-        cert: Path | None,
-        key: Path | None,
         timeout_s: float,
+        **login: Unpack[Login],
     ) -> None:
         if not endpoints:
             raise Mistake("an etcd ledger needs at least one endpoint (host and port)")
         if timeout_s <= 0:
             raise Mistake(f"the time limit must be more than 0 s, not {timeout_s}")
+        user, password = login.get("user", ""), login.get("password", "")
+        ca, cert, key = login.get("ca"), login.get("cert"), login.get("key")
         if (cert is None) != (key is None):
             raise Mistake("cert and key go together: give both or none")
         if user and not password:
             raise Mistake(f"the etcd user {user!r} needs a password")
-        self._tls = tls or ca is not None or cert is not None
+        self._tls = login.get("tls", False) or ca is not None or cert is not None
         self._ca, self._cert, self._key = ca, cert, key
         scheme = "https" if self._tls else "http"
         self.endpoints = [Endpoint(host, port, scheme) for host, port in endpoints]
@@ -190,7 +197,7 @@ class Client:
                 endpoint.proven = True
                 self._preferred = cursor
                 try:
-                    return self._read(endpoint, data, kind)
+                    return _decoded(endpoint, data, kind)
                 except Mistake:
                     if changes:
                         raise unknown(f"{endpoint.name} gave an answer nobody can read") from None
@@ -237,14 +244,7 @@ class Client:
         if response.status == 200:
             _keep_watching(response)
             return response, token
-        try:
-            async with asyncio.timeout_at(until):
-                data = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            data = b""
-        finally:
-            response.close()
-        fault = wire.fault_of(response.status, data)
+        fault = wire.fault_of(*await self._read(response, until))
         if fault.verdict == "token":
             self.forget_token(token)
         raise fault
@@ -297,7 +297,7 @@ class Client:
         body = wire.encode({"name": self._user, "password": self._password})
         status, data = await self._post(endpoint, "/v3/auth/authenticate", body, "", until)
         if status == 200:
-            return self._read(endpoint, data, wire.Authenticated).token
+            return _decoded(endpoint, data, wire.Authenticated).token
         fault = wire.fault_of(status, data)
         if fault.verdict == "no_auth":
             return ""
@@ -309,6 +309,9 @@ class Client:
         self, endpoint: Endpoint, path: str, body: bytes, token: str, until: float
     ) -> tuple[int, bytes]:
         response = await self._send(self._session, endpoint, path, body, token, until)
+        return await self._read(response, until)
+
+    async def _read(self, response: aiohttp.ClientResponse, until: float) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout_at(until), response:
                 return response.status, await response.read()
@@ -374,19 +377,20 @@ class Client:
             hint = "" if self._tls or endpoint.proven else " (does it want TLS?)"
             raise Lost(f"closed the connection without an answer{hint}") from None
 
-    def _read(self, endpoint: Endpoint, data: bytes, kind: type[T]) -> T:
-        try:
-            return wire.decode(data, kind)
-        except msgspec.MsgspecError:
-            raise Mistake(
-                f"{endpoint.name} answers, but not like an etcd v3 server: check the address"
-            ) from None
-
     def _unavailable(self, reasons: dict[str, str]) -> Unavailable:
         if not reasons:
             reasons = {one.name: "no time left" for one in self.endpoints}
         told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
         return Unavailable(f"no etcd server could be used within {self.timeout_s:g} s: {told}")
+
+
+def _decoded(endpoint: Endpoint, data: bytes, kind: type[T]) -> T:
+    try:
+        return wire.decode(data, kind)
+    except msgspec.MsgspecError:
+        raise Mistake(
+            f"{endpoint.name} answers, but not like an etcd v3 server: check the address"
+        ) from None
 
 
 def _now() -> float:

@@ -11,6 +11,7 @@ import msgspec
 from holdfast.errors import TooLarge
 from holdfast.ledger import Compare, Op, absent, unchanged
 from holdfast.ledger.records import decode, put
+from holdfast.transfer.batches import portions
 from holdfast.transfer.queue.records import Block, Head, Keys, Sample
 from holdfast.transfer.queue.view import View
 
@@ -26,22 +27,18 @@ def chunks(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
     """Runs of samples that fit into one block each."""
     if len(samples) <= most and len(_encoder.encode(samples)) <= MAX_BYTES // 4:
         return [list(samples)]
-    found: list[list[Sample]] = [[]]
-    size = 0
-    for one in samples:
-        length = len(_encoder.encode(one)) + 1
-        if length > MAX_BYTES // 4:
-            raise TooLarge(
-                f"the record of sample {one.key} has {length} bytes: keep large things in fields, "
-                "not in tags",
-                key=one.key,
-            )
-        if found[-1] and (size + length > MAX_BYTES or len(found[-1]) == most):
-            found.append([])
-            size = 0
-        found[-1].append(one)
-        size += length
-    return found
+    return list(portions(samples, most, MAX_BYTES, _length))
+
+
+def _length(one: Sample) -> int:
+    length = len(_encoder.encode(one)) + 1
+    if length > MAX_BYTES // 4:
+        raise TooLarge(
+            f"the record of sample {one.key} has {length} bytes: keep large things in fields, "
+            "not in tags",
+            key=one.key,
+        )
+    return length
 
 
 def add(

@@ -59,7 +59,6 @@ class Steps:
         *,
         sampler: Sampler = in_order,
         max_lag: int | None = None,
-        version: int | None = None,
         timeout_s: float | None = None,
     ) -> Batch:
         """Claim the batch of a step: the one that is written, or a new one, which is written."""
@@ -75,7 +74,6 @@ class Steps:
                 n,
                 sampler=sampler,
                 max_lag=max_lag,
-                version=version,
                 apart=await self._taken(),
                 timeout_s=left_s,
             )
