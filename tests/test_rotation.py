@@ -17,6 +17,7 @@ from holdfast import events, rotation
 from holdfast.chaos.runs import Tale
 from holdfast.check.reading import read_run
 from holdfast.check.rules.logs import seq
+from holdfast.check.verdict import judge
 from holdfast.errors import Mistake
 from holdfast.events import Event
 from holdfast.run.happenings import Trained
@@ -148,7 +149,7 @@ def test_a_writer_that_is_killed_again_and_again(tmp_path: Path) -> None:
         following = numbers[-1] + 1
     seen += tail.look(everything=True)
     assert sorted(one.n for one in seen if isinstance(one, Said)) == list(range(following))
-    assert not seq.run(read_run(tmp_path)).findings
+    assert not judge(seq, read_run(tmp_path)).findings
 
 
 def test_a_log_has_one_writer_also_while_it_changes_files(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_a_check_knows_that_a_log_lost_its_beginning(tmp_path: Path) -> None:
     rotation.drop(path, 3)
     history = read_run(tmp_path)
     assert history.lost()
-    assert not seq.run(history).findings
+    assert not judge(seq, history).findings
     (_, middle), *_ = rotation.older(path)[1:]
     middle.unlink()
-    assert seq.run(read_run(tmp_path)).findings
+    assert judge(seq, read_run(tmp_path)).findings

@@ -71,7 +71,20 @@ class _Optimist(ElectionProtocol):
                 await runtime.ledger.txn([leadership.guard], [more])
 
 
-class _NoLease(Election):
+class _ByName(Election):
+    """A candidate recognises its record by its name: so does its twin, and its next life."""
+
+    _tried = True
+
+    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
+        verdict = super()._decide(entries, lease)
+        if isinstance(verdict, Wait) and verdict.holder == self._name and self._tried:
+            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
+            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
+        return verdict
+
+
+class _NoLease(_ByName):
     """The leader's record is not bound to a lease: a dead leader leads for ever."""
 
     _tried = False
@@ -82,20 +95,6 @@ class _NoLease(Election):
             self._tried = True
             unbound = [Put(op.key, op.value) for op in verdict.then if isinstance(op, Put)]
             return Acquire(verdict.compare, tuple(unbound))
-        if isinstance(verdict, Wait) and verdict.holder == self._name and self._tried:
-            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
-            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
-        return verdict
-
-
-class _ByName(Election):
-    """A candidate recognises its record by its name: so does its twin, and its next life."""
-
-    def _decide(self, entries: Sequence[Entry], lease: int) -> Held | Acquire | Wait:
-        verdict = super()._decide(entries, lease)
-        if isinstance(verdict, Wait) and verdict.holder == self._name:
-            entry = next(entry for entry in entries if entry.key == f"{self._prefix}/leader")
-            return Held(entry, msgspec.json.decode(entry.value, type=Leader).token)
         return verdict
 
 

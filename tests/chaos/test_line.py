@@ -65,8 +65,8 @@ async def test_two_cuts_at_once_last_as_long_as_the_longer(
         line.follow()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await reader.read(100) == b"one"
-        longer = asyncio.create_task(line.cut(1.0))
-        await line.cut(0.1)
+        longer = asyncio.create_task(line.cut_for(1.0))
+        await line.cut_for(0.1)
         with pytest.raises(ConnectionResetError):
             await reader.read(100)
         writer.close()

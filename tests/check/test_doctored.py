@@ -1,6 +1,6 @@
 """Every doctored log is flagged, by the rule that it breaks and by no other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from check.stories import (
     THIRD,
     Event,
     Logs,
+    all_keys,
     calm,
     keys_of,
     killed,
@@ -46,17 +47,58 @@ def said(file: str, kind: str, **fields: Any) -> Doctor:
     return lambda logs: logs.say(file, kind, **fields)
 
 
+def moved(kind: str, behind: str, *, to: int | None = None, **which: int) -> Doctor:
+    """Put an event behind another one, which is about the same, or about `to`."""
+
+    def move(logs: Logs) -> None:
+        event = logs.one(kind, **which)
+        logs.remove(event)
+        logs.after(logs.one(behind, **{name: to or which[name] for name in which}), **event)
+
+    return move
+
+
+def have(keys: Callable[[list[str]], list[str]], dropped: Sequence[int] = ()) -> Doctor:
+    """Let step 2 have other samples, and let everybody agree on it."""
+
+    def change(logs: Logs) -> None:
+        for kind in ("step.committed", "step.acknowledged"):
+            event = logs.one(kind, step=2)
+            event["keys"] = keys(event["keys"])
+        logs.one("step.committed", step=2)["dropped"] = logs.metrics[1]["dropped"] = dropped
+        count = len(event["keys"])
+        logs.one("step.trained", step=2)["samples"] = logs.metrics[1]["samples"] = count
+
+    return change
+
+
+def untrained(step: int) -> Doctor:
+    """Let nobody tell that a step was trained and acknowledged."""
+    kinds = ("step.trained", "step.acknowledged")
+    return lambda logs: logs.remove(*(logs.one(kind, step=step) for kind in kinds))
+
+
 CASES: list[tuple[str, Callable[[], Logs], Doctor]] = [
     # A sample that nobody made; and a second group untold where one replica died.
     ("samples.made", calm, without("rollout.made", step=2, group=1)),
     ("samples.made", killed, without("rollout.made", step=4, group=1)),
     ("samples.made", calm, edited("rollout.made", {"version": 1}, step=4, group=1)),
-    # A group is dropped, and trained all the same.
+    # A sample is trained twice, in two steps or in one; a sample or a group is lost.
+    ("samples.once", calm, have(lambda keys: [*keys, keys_of(1, 0)[0]])),
+    ("samples.once", calm, have(lambda keys: [*keys, keys[0]])),
+    ("samples.whole", calm, have(lambda keys: keys[1:])),
+    ("samples.whole", calm, have(lambda keys: keys[2:])),
+    # A group is dropped for no reason; it is dropped, and trained all the same.
+    ("samples.whole", calm, have(lambda keys: keys[2:], dropped=[0])),
     ("samples.whole", calm, said(ORCHESTRATOR, "group.dropped", step=2, group=0)),
     # Others are acknowledged; an heir acknowledges what was not trained yet.
     ("samples.acknowledged", calm, edited("step.acknowledged", {"keys": keys_of(3, 0)}, step=2)),
     ("samples.acknowledged", killed, lambda logs: later(logs.one("trainer.applied", number=10))),
     ("samples.complete", calm, without("step.acknowledged", step=2)),
+    ("samples.acknowledged", calm, moved("step.acknowledged", "step.committed", step=2)),
+    # A step that was never trained; one that is untold by a life that went on.
+    ("samples.complete", calm, untrained(2)),
+    ("samples.complete", killed, untrained(1)),
     # Another operation, or another result, in the replay.
     ("operations.identity", killed, edited("trainer.applied", {"identity": "x"}, number=8)),
     ("operations.result", killed, lambda logs: logs.answers(THIRD, 9, "other")),
@@ -67,12 +109,14 @@ CASES: list[tuple[str, Callable[[], Logs], Doctor]] = [
     # The replay leaves something out, or begins behind no checkpoint.
     ("operations.order", killed, without("trainer.applied", number=8, term=2)),
     ("operations.order", killed, without("trainer.checkpointed")),
+    ("operations.order", calm, moved("trainer.applied", "trainer.applied", number=5, to=6)),
     # An old term answers late.
     ("operations.fence", killed, lambda logs: logs.answers(FIRST, 9)),
     ("operations.replay", killed, said(THIRD, "trainer.differs", line=LINE, number=8)),
     # One optimizer step too many; numbers against the plan.
     ("operations.steps", calm, lambda logs: logs.applies(FIRST, 1, 15)),
     ("operations.steps", calm, edited("step.committed", {"numbers": [5, 6, 8]}, step=2)),
+    ("run.commits", calm, twice("step.committed", {"keys": all_keys(2)[::-1]}, step=2)),
     ("run.again", calm, twice("rollout.made", {"reward": 0.75}, step=2, group=1)),
     ("run.metrics", calm, lambda logs: logs.metrics[2].update(reward=1.0)),
     ("run.metrics", calm, lambda logs: logs.metrics.pop(2)),
@@ -106,71 +150,6 @@ def doctored(rule: str, story: Callable[[], Logs] = calm) -> Callable[[Doctor], 
 def later(event: Event, seconds: float = 5) -> None:
     """Let something happen later than it did."""
     event["at"] += seconds
-
-
-def have(logs: Logs, keys: Callable[[list[str]], list[str]]) -> None:
-    """Let step 2 have other samples, and let everybody agree on it."""
-    for kind in ("step.committed", "step.acknowledged"):
-        event = logs.one(kind, step=2)
-        event["keys"] = keys(event["keys"])
-    count = len(event["keys"])
-    logs.one("step.trained", step=2)["samples"] = logs.metrics[1]["samples"] = count
-
-
-@doctored("samples.once")
-def sample_trained_twice(logs: Logs) -> None:
-    have(logs, lambda keys: [*keys, keys_of(1, 0)[0]])
-
-
-@doctored("samples.once")
-def sample_twice_in_one_step(logs: Logs) -> None:
-    have(logs, lambda keys: [*keys, keys[0]])
-
-
-@doctored("samples.whole")
-def sample_lost(logs: Logs) -> None:
-    have(logs, lambda keys: keys[1:])
-
-
-@doctored("samples.whole")
-def group_lost(logs: Logs) -> None:
-    have(logs, lambda keys: keys[2:])
-
-
-@doctored("samples.whole")
-def group_dropped_for_no_reason(logs: Logs) -> None:
-    have(logs, lambda keys: keys[2:])
-    logs.one("step.committed", step=2)["dropped"] = logs.metrics[1]["dropped"] = [0]
-
-
-@doctored("samples.acknowledged")
-def acknowledged_before_trained(logs: Logs) -> None:
-    ack = logs.one("step.acknowledged", step=2)
-    logs.remove(ack)
-    logs.after(logs.one("step.committed", step=2), **ack)
-
-
-@doctored("samples.complete")
-def step_never_trained(logs: Logs) -> None:
-    logs.remove(logs.one("step.acknowledged", step=2), logs.one("step.trained", step=2))
-
-
-@doctored("samples.complete", killed)
-def step_untold_by_a_life_that_went_on(logs: Logs) -> None:
-    logs.remove(logs.one("step.acknowledged", step=1), logs.one("step.trained", step=1))
-
-
-@doctored("operations.order")
-def applied_out_of_order(logs: Logs) -> None:
-    first = logs.one("trainer.applied", number=5)
-    logs.remove(first)
-    logs.after(logs.one("trainer.applied", number=6), **first)
-
-
-@doctored("run.commits")
-def commit_changed(logs: Logs) -> None:
-    first = logs.one("step.committed", step=2)
-    logs.after(first, keys=first["keys"][::-1])
 
 
 @doctored("run.trained")

@@ -13,8 +13,6 @@ import aiohttp
 from holdfast import proc
 from patience import auntil
 
-LIMIT_S = 60.0
-
 
 def find() -> str | None:
     """The browser of this machine; `CHROMIUM` names another."""

@@ -7,18 +7,3 @@
 Nothing here knows what the victims do, and no other part of Holdfast imports it except
 the CLI: chaos works on pids and ports. What it does is decided by a seed.
 """
-
-from holdfast.chaos.processes import Action, Identity, Outcome, carry_out, identify, plan
-from holdfast.chaos.proxy import Proxy, ProxyThread, Stats
-
-__all__ = [
-    "Action",
-    "Identity",
-    "Outcome",
-    "Proxy",
-    "ProxyThread",
-    "Stats",
-    "carry_out",
-    "identify",
-    "plan",
-]

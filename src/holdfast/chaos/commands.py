@@ -11,7 +11,7 @@ import dataclasses
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, get_args
 
 import click
@@ -116,6 +116,7 @@ def proxy(
     cut_mode: CutMode,
     for_s: float | None,
     seed: int,
+    direction: Directions,
     **faults: Any,
 ) -> None:
     """Stand between a client and a server, and break the line.
@@ -136,13 +137,13 @@ def proxy(
         async with line:
             host, port = line.address
             click.echo(f"listening on {host}:{port}, forwarding to {to[0]}:{to[1]}, seed {seed}")
-            _break(line, **faults)
+            _break(line, direction, faults)
             while cut_every is not None:
                 await asyncio.sleep(cut_every)
                 line.cut(cut_mode)
                 await asyncio.sleep(cut_for)
                 line.heal()
-                _break(line, **faults)
+                _break(line, direction, faults)
             await asyncio.Event().wait()
 
     _run_until_told(run(), for_s)
@@ -150,27 +151,17 @@ def proxy(
         click.echo(f"{name:<18} {count}")
 
 
-def _break(
-    line: Proxy,
-    *,
-    delay: float,
-    jitter: float,
-    drop: float,
-    corrupt: float,
-    corrupt_every: int | None,
-    throttle: float | None,
-    truncate: int | None,
-    direction: Directions,
-) -> None:
-    """Switch on what was asked for."""
-    line.delay(delay, jitter, direction=direction)
-    line.corrupt(corrupt, every_bytes=corrupt_every or 0, direction=direction)
-    if drop:
-        line.drop(drop, direction=direction)
-    if throttle is not None:
-        line.throttle(throttle, direction=direction)
-    if truncate is not None:
-        line.truncate(truncate, direction=direction)
+def _break(line: Proxy, direction: Directions, faults: Mapping[str, Any]) -> None:
+    """Switch on what was asked for, by the names of the options."""
+    line.delay(faults["delay"], faults["jitter"], direction=direction)
+    every_bytes = faults["corrupt_every"] or 0
+    line.corrupt(faults["corrupt"], every_bytes=every_bytes, direction=direction)
+    if faults["drop"]:
+        line.drop(faults["drop"], direction=direction)
+    if faults["throttle"] is not None:
+        line.throttle(faults["throttle"], direction=direction)
+    if faults["truncate"] is not None:
+        line.truncate(faults["truncate"], direction=direction)
 
 
 @chaos.command()

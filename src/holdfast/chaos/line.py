@@ -6,7 +6,6 @@ supervisor has written into the run's folder: with every life of the supervisor 
 
 import asyncio
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -21,26 +20,14 @@ class _Told(msgspec.Struct):
     port: int
 
 
-class Line:
+class Line(Proxy):
     """A proxy on a port that somebody has chosen; use `async with`."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._told = folder / "gateway.json"
         # Nobody is at port 0: whoever comes before the gateway is turned away.
-        self._proxy = Proxy(_HOST, 0, listen_host=_HOST, listen_port=port)
+        super().__init__(_HOST, 0, listen_host=_HOST, listen_port=port)
         self._cuts = 0
-
-    async def __aenter__(self) -> Self:
-        await self._proxy.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._proxy.close()
-
-    @property
-    def open_connections(self) -> int:
-        """How many lead through it now."""
-        return self._proxy.open_connections
 
     def follow(self) -> None:
         """Look where the gateway is now."""
@@ -48,15 +35,15 @@ class Line:
             told = msgspec.json.decode(self._told.read_bytes(), type=_Told)
         except (OSError, msgspec.MsgspecError):
             return  # it has not been told yet
-        self._proxy.target = (_HOST, told.port)
+        self.target = (_HOST, told.port)
 
-    async def cut(self, length_s: float) -> None:
+    async def cut_for(self, length_s: float) -> None:
         """Break every connection, and let new ones hang, as where a cable is out."""
         self._cuts += 1
-        self._proxy.cut("blackhole")
+        self.cut("blackhole")
         try:
             await asyncio.sleep(length_s)
         finally:
             self._cuts -= 1
             if not self._cuts:
-                self._proxy.heal()
+                self.heal()

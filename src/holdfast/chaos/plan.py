@@ -17,7 +17,6 @@ name before it is for people.
 
 import random
 import re
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -160,14 +159,7 @@ POINTS = (
 """Moments in the middle of work, for storms."""
 
 
-def storm(
-    seed: int,
-    steps: int,
-    *,
-    faults: int = 20,
-    targets: Sequence[str] = PROCESSES,
-    points: Sequence[tuple[str, str]] = POINTS,
-) -> tuple[Clause, ...]:
+def storm(seed: int, steps: int, *, faults: int = 20) -> tuple[Clause, ...]:
     """So many faults by seed, and some fault points on top, which a short life may not come to.
 
     Every target dies once at least, and the line is cut.
@@ -177,14 +169,12 @@ def storm(
     dice = random.Random(f"{seed}/storm")
     aimed = [
         Clause(target=who, point=point, hit=dice.randint(2, 4))
-        for who, point in dice.sample(points, min(len(points), max(1, faults // 4)))
+        for who, point in dice.sample(POINTS, min(len(POINTS), max(1, faults // 4)))
     ]
-    clauses: list[Clause] = []
-    if _ON_A_LINE in targets:
-        clauses.append(Clause(target=_ON_A_LINE, action="cut", step=dice.randint(2, steps - 1)))
-    wanted = [(who, True) for who in targets]  # these die, whatever else is done to them
+    clauses = [Clause(target=_ON_A_LINE, action="cut", step=dice.randint(2, steps - 1))]
+    wanted = [(who, True) for who in PROCESSES]  # these die, whatever else is done to them
     while len(clauses) + len(wanted) < faults:
-        wanted.append((dice.choice(targets), False))
+        wanted.append((dice.choice(PROCESSES), False))
     dice.shuffle(wanted)
     for place, (who, dies) in enumerate(wanted):
         step = 2 + place * (steps - 3) // max(1, len(wanted) - 1)
@@ -193,7 +183,6 @@ def storm(
             Clause(
                 target=who,
                 action="pause" if pause and dice.random() < 0.3 else "kill",
-                length_s=0.0,
                 step=step,
                 delay_s=round(dice.uniform(0.0, 0.6), 2),
             )

@@ -174,7 +174,7 @@ class Chaos:
                 if self._line is None:
                     raise Mistake("the orchestrator's line to the gateway does not lead past here")
                 self._tell(clause, 0, point=plural(self._line.open_connections, "open connection"))
-                await self._line.cut(clause.length_s)
+                await self._line.cut_for(clause.length_s)
             case "cut":
                 self._tell(clause, 0)
                 await strikes.cut(self._folder / "ledger.db", clause.length_s)

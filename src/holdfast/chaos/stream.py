@@ -8,7 +8,7 @@ never on how TCP cut the stream into chunks.
 import math
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from holdfast.errors import Mistake
 
@@ -101,12 +101,9 @@ class Stream:
 
 def directions(which: str) -> tuple[Direction, ...]:
     """The directions that a caller means."""
-    if which == "both":
-        return DIRECTIONS
-    for one in DIRECTIONS:
-        if which == one:
-            return (one,)
-    raise Mistake(f"a direction is to_server, to_client or both, not {which!r}")
+    if which not in get_args(Directions):
+        raise Mistake(f"a direction is to_server, to_client or both, not {which!r}")
+    return tuple(one for one in DIRECTIONS if which in (one, "both"))
 
 
 def drop_point(

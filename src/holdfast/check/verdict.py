@@ -62,7 +62,8 @@ class Rule:
     name: str
     promise: int
     says: str
-    run: Callable[[History], Result]
+    run: Callable[[History, Result], object]
+    """Holds a run against it, and says so in the result."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -80,19 +81,27 @@ class Verdict(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-def rule(name: str, promise: int, says: str) -> Callable[[Callable[[History], Result]], Rule]:
+def rule(
+    name: str, promise: int, says: str
+) -> Callable[[Callable[[History, Result], object]], Rule]:
     """Make a function a rule."""
     return lambda function: Rule(name, promise, says, function)
 
 
-def unseen(reason: str) -> Callable[[History], Result]:
-    """What a rule says of something that event logs do not tell."""
-    return lambda _: Result(unchecked=reason)
+def unseen(name: str, promise: int, says: str, reason: str) -> Rule:
+    """A rule about something that event logs do not tell."""
+
+    @rule(name, promise, says)
+    def nothing(_: History, result: Result) -> None:
+        result.unchecked = reason
+
+    return nothing
 
 
 def judge(one: Rule, history: History) -> Verdict:
     """Ask a rule. What checked nothing is never ok."""
-    result = one.run(history)
+    result = Result()
+    one.run(history, result)
     status = "wrong" if result.findings else "ok" if result.checked else "not checked"
     return Verdict(
         promise=one.promise,

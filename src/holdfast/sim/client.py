@@ -51,7 +51,9 @@ class SimLedger(Ledger):
     async def close(self) -> None:
         """Nothing is held."""
 
-    async def _call(self, kind: str, act: Callable[[Store, float], T], *, writing: bool) -> T:
+    async def _call(
+        self, kind: str, act: Callable[[Store, float], T], *, writing: bool = False
+    ) -> T:
         node, world = self._node, self._node.world
         fault = await world.contact(node, f"{kind}.sent")
         answer: asyncio.Future[T] = world.loop.create_future()
@@ -66,11 +68,11 @@ class SimLedger(Ledger):
         return result
 
     async def _get(self, key: str) -> Entry | None:
-        return await self._call("get", lambda store, _: store.get(key), writing=False)
+        return await self._call("get", lambda store, _: store.get(key))
 
     async def _page(self, prefix: str, after: str, limit: int, revision: int) -> Page:
         return await self._call(
-            "range", lambda store, _: store.page(prefix, after, limit, revision), writing=False
+            "range", lambda store, _: store.page(prefix, after, limit, revision)
         )
 
     async def _txn(
@@ -92,27 +94,23 @@ class SimLedger(Ledger):
 
     async def keep_alive(self, lease: int) -> float:
         """See `Ledger.keep_alive`."""
-        return await self._call(
-            "keep_alive", lambda store, now: store.keep_alive(lease, now), writing=False
-        )
+        return await self._call("keep_alive", lambda store, now: store.keep_alive(lease, now))
 
     async def revoke(self, lease: int) -> None:
         """See `Ledger.revoke`."""
-        await self._call("revoke", lambda store, _: store.revoke(lease), writing=False)
+        await self._call("revoke", lambda store, _: store.revoke(lease))
 
     async def lease_info(self, lease: int) -> LeaseInfo:
         """See `Ledger.lease_info`."""
-        return await self._call(
-            "get", lambda store, now: store.lease_info(lease, now), writing=False
-        )
+        return await self._call("get", lambda store, now: store.lease_info(lease, now))
 
     async def leases(self) -> tuple[int, ...]:
         """See `Ledger.leases`."""
-        return await self._call("range", lambda store, _: store.leases(), writing=False)
+        return await self._call("range", lambda store, _: store.leases())
 
     async def compact(self, revision: int) -> None:
         """See `Ledger.compact`."""
-        await self._call("get", lambda store, _: store.compact(revision), writing=False)
+        await self._call("get", lambda store, _: store.compact(revision))
 
     def _watch(self, prefix: str, start: int) -> Watch:
         return _SimWatch(self._node, prefix, start)

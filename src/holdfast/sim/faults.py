@@ -14,7 +14,7 @@ for a store of values, and for calls between processes.
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import msgspec
 
@@ -94,6 +94,21 @@ LATE_S = (6.0, 15.0, 45.0)
 REPEATS_S = (0.0, 1.0, 12.0)
 
 
+def _pause_s(luck: random.Random) -> float:
+    return luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
+
+
+_AMOUNTS: dict[str, Callable[[random.Random], float]] = {
+    "crash": lambda luck: -1.0 if luck.random() < 0.15 else luck.uniform(0.0, 20.0),
+    "late": lambda luck: luck.choice(LATE_S),
+    "repeat": lambda luck: luck.choice(REPEATS_S),
+    **dict.fromkeys(("pause", "cut", "lag", "outage", "full"), _pause_s),
+    "skew": lambda luck: luck.uniform(0.8, 1.25),
+    "power": lambda luck: luck.uniform(1.0, 20.0),
+}
+"""How long a fault lasts, or how large it is; 0 where there is no such thing."""
+
+
 class Fault(msgspec.Struct, frozen=True):
     """One fault: what happens to `node` at its `step`-th step."""
 
@@ -163,20 +178,7 @@ class Swarm:
         return self._make(node, step, luck.choice(choices))
 
     def _make(self, node: str, step: int, fault: str) -> Fault:
-        luck = self._random
-        amount = 0.0
-        if fault == "crash":
-            amount = -1.0 if luck.random() < 0.15 else luck.uniform(0.0, 20.0)
-        elif fault == "late":
-            amount = luck.choice(LATE_S)
-        elif fault == "repeat":
-            amount = luck.choice(REPEATS_S)
-        elif fault in ("pause", "cut", "lag", "outage", "full"):
-            amount = luck.choice(PAUSES_S) * luck.uniform(0.5, 1.5)
-        elif fault == "skew":
-            amount = luck.uniform(0.8, 1.25)
-        elif fault == "power":
-            amount = luck.uniform(1.0, 20.0)
+        amount = _AMOUNTS[fault](self._random) if fault in _AMOUNTS else 0.0
         return Fault(node, step, fault, amount)
 
 

@@ -7,7 +7,8 @@ have been handled, may be handled much later, and may arrive twice.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import Unavailable, UnknownOutcome
@@ -42,6 +43,19 @@ class SimNet:
         """Listen there no more."""
         if self._world.ports.get(address, (None,))[0] is self._node:
             del self._world.ports[address]
+
+    @contextlib.asynccontextmanager
+    async def listening(
+        self, address: str, handler: Handler, *, look_s: float = 1.0
+    ) -> AsyncIterator[None]:
+        """Listen there, once it is free: a twin may have it."""
+        while not self.is_free(address):
+            await self._node.sleep(look_s)
+        self.listen(address, handler)
+        try:
+            yield
+        finally:
+            self.close(address)
 
     def is_free(self, address: str) -> bool:
         """Whether nobody listens there."""

@@ -6,10 +6,10 @@ reported is the one with the lowest seed, however many processes play.
 
 import os
 import signal
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 
 from holdfast import proc
@@ -51,28 +51,18 @@ class Pool:
         if self._executor is None:
             yield from search(self.find(name), seeds, steps=steps)
             return
+        play = partial(_play, self.find, name, steps=steps)
+        with _uninterrupted():  # it may start processes
+            found = self._executor.map(play, _runs(seeds))
         total: Summary | None = None
-        waiting: deque[Future[Summary]] = deque()
-        runs = iter(_runs(seeds))
-        try:
-            while True:
-                while len(waiting) < 2 * self.jobs and (run := next(runs, None)) is not None:
-                    with _uninterrupted():  # it may start a process
-                        submitted = self._executor.submit(_play, self.find, name, run, steps)
-                        waiting.append(submitted)
-                if not waiting:
-                    return
-                more = waiting.popleft().result()
-                if total is not None:
-                    more.table.add(total.table)
-                    more.schedules += total.schedules
-                total = more
-                yield total
-                if total.failure is not None:
-                    return
-        finally:
-            for future in waiting:
-                future.cancel()
+        for more in found:
+            if total is not None:
+                more.table.add(total.table)
+                more.schedules += total.schedules
+            total = more
+            yield total
+            if total.failure is not None:
+                return
 
 
 def _runs(seeds: range) -> Iterator[range]:
@@ -103,6 +93,6 @@ def _uninterrupted() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def _play(find: Find, name: str, seeds: range, steps: int | None) -> Summary:
+def _play(find: Find, name: str, seeds: range, *, steps: int | None) -> Summary:
     *_, last = search(find(name), seeds, steps=steps)
     return last

@@ -141,19 +141,18 @@ class Members:
         self.spares.pop(pid, None)
         return began
 
-    def end(self, pid: int, at: float, how: str, code: int | None = None) -> str:
-        """The life with this pid is over. Returns whose it was, or ''."""
+    def end(self, pid: int, at: float, how: str, code: int | None = None) -> None:
+        """The life with this pid is over."""
         life = self.life_of(pid)
         name = self._at.pop(pid, "")
         if life is None:
-            return name
+            return
         life.ended, life.how, life.code = max(at, life.began), how, code
         self.spares = {spare: owner for spare, owner in self.spares.items() if owner != pid}
         member = self.known[name]
         member.deaths += how in ("died", "lost")
         if how != "ended":
             member.version = None
-        return name
 
     def died(self, name: str, pid: int, at: float, code: int) -> None:
         """An owner says that it has ended; it may be known to be dead already."""

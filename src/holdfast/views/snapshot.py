@@ -1,5 +1,6 @@
 """A picture as plain data: for the page, the report, `final.json` and Prometheus. Pure."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,8 @@ _POINTS = 400
 _VERSIONS = 40
 
 
-def snapshot(picture: Picture, *, log_after: int | None = 0) -> dict[str, Any]:
-    """Everything that the page draws; of the log only what is new, or nothing (None)."""
+def snapshot(picture: Picture, *, log_after: int = 0) -> dict[str, Any]:
+    """Everything that the page draws; of the log only what is new."""
     faults = picture.faults
     return {
         **{name: getattr(picture, name) for name in _PLAIN},
@@ -50,7 +51,7 @@ def snapshot(picture: Picture, *, log_after: int | None = 0) -> dict[str, Any]:
             for job, epochs in picture.jobs.items()
         ],
         "counts": dict(sorted(picture.counts.items())),
-        "log": [] if log_after is None else msgspec.to_builtins(picture.entries(log_after)),
+        "log": msgspec.to_builtins(picture.entries(log_after)),
     }
 
 
@@ -80,50 +81,46 @@ def summary(picture: Picture) -> dict[str, Any]:
 
 def prometheus(picture: Picture) -> bytes:
     """The picture in Prometheus' text format."""
-    families: Any = _Families(picture)  # all that is asked of a registry is to collect
-    return generate_latest(families)
+    # All that is asked of a registry is to collect.
+    registry: Any = SimpleNamespace(collect=lambda: _families(picture))
+    return generate_latest(registry)
 
 
-class _Families:
-    def __init__(self, picture: Picture) -> None:
-        self._picture = picture
-
-    def collect(self) -> list[Metric]:
-        """Every number; prometheus_client calls this."""
-        picture = self._picture
-        train, held = picture.train.last, picture.evals.last
-        facts = summary(picture)
-        numbers = {
-            "run_step": picture.step,
-            "run_steps": picture.steps,
-            "run_reward": train[1] if train else None,
-            "run_exact": train[2] if train else None,
-            "run_loss": train[3] if train else None,
-            "run_eval_exact": held[1] if held else None,
-            "run_step_seconds": facts["pace_s"],
-            "queue_depth": picture.queue,
-            "weights_version": picture.version,
-            "spares": len(picture.members.spares),
-        }
-        families: list[Metric] = [
-            GaugeMetricFamily(f"holdfast_{name}", "of the run", value=value)
-            for name, value in numbers.items()
-            if value is not None
-        ]
-        up = GaugeMetricFamily("holdfast_member_up", "whether it lives", labels=["member"])
-        deaths = CounterMetricFamily("holdfast_member_deaths", "deaths", labels=["member"])
-        for member in picture.members.sorted():
-            up.add_metric([member.name], member.state == "up")
-            deaths.add_metric([member.name], member.deaths)
-        faults = CounterMetricFamily("holdfast_run_faults", "by their kind", labels=["kind"])
-        lost = GaugeMetricFamily("holdfast_run_lost_seconds", "by kind", labels=["kind"])
-        for kind, each in facts["lost_by_kind"].items():
-            faults.add_metric([kind], each["faults"])
-            lost.add_metric([kind], each["seconds_lost"])
-        counts = CounterMetricFamily("holdfast_events", "events in the logs", labels=["type"])
-        for kind, count in sorted(picture.counts.items()):
-            counts.add_metric([kind], count)
-        return [*families, up, deaths, faults, lost, counts]
+def _families(picture: Picture) -> list[Metric]:
+    """Every number."""
+    train, held = picture.train.last, picture.evals.last
+    facts = summary(picture)
+    numbers = {
+        "run_step": picture.step,
+        "run_steps": picture.steps,
+        "run_reward": train[1] if train else None,
+        "run_exact": train[2] if train else None,
+        "run_loss": train[3] if train else None,
+        "run_eval_exact": held[1] if held else None,
+        "run_step_seconds": facts["pace_s"],
+        "queue_depth": picture.queue,
+        "weights_version": picture.version,
+        "spares": len(picture.members.spares),
+    }
+    families: list[Metric] = [
+        GaugeMetricFamily(f"holdfast_{name}", "of the run", value=value)
+        for name, value in numbers.items()
+        if value is not None
+    ]
+    up = GaugeMetricFamily("holdfast_member_up", "whether it lives", labels=["member"])
+    deaths = CounterMetricFamily("holdfast_member_deaths", "deaths", labels=["member"])
+    for member in picture.members.sorted():
+        up.add_metric([member.name], member.state == "up")
+        deaths.add_metric([member.name], member.deaths)
+    faults = CounterMetricFamily("holdfast_run_faults", "by their kind", labels=["kind"])
+    lost = GaugeMetricFamily("holdfast_run_lost_seconds", "by kind", labels=["kind"])
+    for kind, each in facts["lost_by_kind"].items():
+        faults.add_metric([kind], each["faults"])
+        lost.add_metric([kind], each["seconds_lost"])
+    counts = CounterMetricFamily("holdfast_events", "events in the logs", labels=["type"])
+    for kind, count in sorted(picture.counts.items()):
+        counts.add_metric([kind], count)
+    return [*families, up, deaths, faults, lost, counts]
 
 
 def _fault(picture: Picture, fault: Fault) -> dict[str, Any]:

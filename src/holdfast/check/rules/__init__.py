@@ -1,12 +1,15 @@
 """The rules, by promise."""
 
 from holdfast.check.rules import logs, membership, operations, order, routes, run, samples, weights
-from holdfast.check.verdict import Rule, rule, unseen
+from holdfast.check.verdict import Rule, unseen
 
 __all__ = ["RULES"]
 
-_TRANSFER = rule("transfer.values", 3, "a get returns exactly what was put")(
-    unseen("no event tells of single values; a wrong one would show in run.trained")
+_TRANSFER = unseen(
+    "transfer.values",
+    3,
+    "a get returns exactly what was put",
+    "no event tells of single values; a wrong one would show in run.trained",
 )
 
 RULES: tuple[Rule, ...] = (

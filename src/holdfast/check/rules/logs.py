@@ -14,18 +14,16 @@ __all__ = ["RULES"]
 
 
 @rule("logs.lines", 0, "every line but the last is a whole event")
-def lines(history: History) -> Result:
+def lines(history: History, result: Result) -> None:
     """Tell what could not be read."""
-    result = Result(checked=len(history.entries) + len(history.flaws))
+    result.checked = len(history.entries) + len(history.flaws)
     for flaw in history.flaws:
         result.find(flaw.reason, flaw)
-    return result
 
 
 @rule("logs.seq", 0, "no event is missing that was not told as dropped")
-def seq(history: History) -> Result:
+def seq(history: History, result: Result) -> None:
     """Count along every life; lines that could not be read count as what they stand for."""
-    result = Result()
     torn = {flaw.place for flaw in history.flaws}
     expected: dict[Life, int] = {}
     last: dict[str, Entry[Record]] = {}
@@ -42,13 +40,11 @@ def seq(history: History) -> Result:
         size = event.count if isinstance(event, LinesDropped) else 1
         expected[one.life] = event.seq + size
         last[one.file] = one
-    return result
 
 
 @rule("logs.clock", 0, "within a life the clock does not go back")
-def clock(history: History) -> Result:
+def clock(history: History, result: Result) -> None:
     """Compare the time of every event with the latest before it, in one life."""
-    result = Result()
     latest: dict[Life, Entry[Record]] = {}
     for one in history.entries:
         result.checked += 1
@@ -58,7 +54,6 @@ def clock(history: History) -> Result:
             result.find(f"the clock went back by {back_s:.1f} s", before, one)
         if back_s < 0 or back_s > SLACK_S:
             latest[one.life] = one
-    return result
 
 
 RULES = (lines, seq, clock)

@@ -29,9 +29,8 @@ def _names(history: History) -> dict[str, tuple[str, int, int, int]]:
 
 
 @rule("membership.ranks", 5, "within a cycle every rank is one process, and world sizes agree")
-def ranks(history: History) -> Result:
+def ranks(history: History, result: Result) -> None:
     """Compare all that take part in one cycle."""
-    result = Result()
     files: dict[tuple[str, int, int, int], str] = {}
     for file, who in _names(history).items():
         result.checked += 1
@@ -53,13 +52,11 @@ def ranks(history: History) -> Result:
         same = nodes[said.run, said.cycle, said.node_rank]
         if same is not crew:
             result.find(f"two nodes are {said.node_rank} in cycle {said.cycle}", same, crew)
-    return result
 
 
 @rule("membership.cycles", 5, "cycles only grow: for every node, and for whoever acts")
-def cycles(history: History) -> Result:
+def cycles(history: History, result: Result) -> None:
     """Follow every agent through its cycles, and the seat through those of its holders."""
-    result = Result()
     last: dict[tuple[Life, str], Entry[CrewStarted]] = {}
     for crew in history.of(CrewStarted):
         result.checked += 1
@@ -78,7 +75,6 @@ def cycles(history: History) -> Result:
         if old.event.job == new.event.job and was[0] == now[0] and now < was:
             says = f"term {new.event.term} acts in cycle {now[1]}, after cycle {was[1]}"
             result.find(says, old, new)
-    return result
 
 
 RULES = (ranks, cycles)

@@ -44,9 +44,8 @@ def _answers(history: History) -> dict[Number, list[Entry[TrainerAnswered]]]:
 
 
 @rule("operations.identity", 2, "a number stands for one operation, in replays too")
-def identity(history: History) -> Result:
+def identity(history: History, result: Result) -> None:
     """Compare the applications of one number."""
-    result = Result()
     for (line, number), entries in by_number(history).items():
         result.checked += len(entries)
         for before, after in pairwise(entries):
@@ -54,26 +53,23 @@ def identity(history: History) -> Result:
             if (old.kind, old.identity) != (new.kind, new.identity):
                 says = f"{number} was {old.kind} {old.identity}, then {new.kind} {new.identity}"
                 result.find(says, before, after, key=f"{line}:{number}")
-    return result
 
 
 @rule("operations.result", 2, "a number has one result")
-def answer(history: History) -> Result:
+def answer(history: History, result: Result) -> None:
     """Compare the results of one number."""
-    result = Result()
     for (line, number), entries in _answers(history).items():
         result.checked += len(entries)
         for before, after in pairwise(entries):
             if (before.event.hash, before.event.failed) != (after.event.hash, after.event.failed):
                 says = f"{number} was answered {before.event.hash}, then {after.event.hash}"
                 result.find(says, before, after, key=f"{line}:{number}")
-    return result
 
 
 @rule("operations.once", 2, "what has a result is never applied as if it had none")
-def once(history: History) -> Result:
+def once(history: History, result: Result) -> None:
     """Look for a second effect of one number."""
-    result, terms, answers = Result(), term_of(history), _answers(history)
+    terms, answers = term_of(history), _answers(history)
     for (line, number), entries in by_number(history).items():
         result.checked += len(entries)
         key, seen = f"{line}:{number}", dict[int, Entry[TrainerApplied]]()
@@ -100,17 +96,16 @@ def once(history: History) -> Result:
                         f"{one.event.term}"
                     )
                     result.find(says, reply, one, key=key)
-    return result
 
 
 @rule("operations.fence", 2, "what a term has answered, every newer term knows")
-def fence(history: History) -> Result:
+def fence(history: History, result: Result) -> None:
     """Look for answers of a term that was replaced: those that its successor did not find.
 
     A term that was stopped may compute something after it was replaced, and tell so; that has no
     effect unless it is answered. An answer may also be told late; then the successor knows it.
     """
-    result, terms = Result(), term_of(history)
+    terms = term_of(history)
     first: dict[tuple[str, int], list[Entry[TrainerApplied]]] = defaultdict(list)
     for one in history.of(TrainerApplied):
         if not one.event.again:
@@ -132,7 +127,6 @@ def fence(history: History) -> Result:
                     result.find(says, reply, one, key=f"{line}:{number}")
                     break
     _tell_idle(history, result)
-    return result
 
 
 def _tell_idle(history: History, result: Result) -> None:
@@ -150,20 +144,19 @@ def _tell_idle(history: History, result: Result) -> None:
 
 
 @rule("operations.replay", 2, "what is carried out again gives the same result")
-def replay(history: History) -> Result:
+def replay(history: History, result: Result) -> None:
     """Look for replays that came out differently; the trainers compare them."""
-    result = Result(unchecked="nothing was carried out again")
+    result.unchecked = "nothing was carried out again"
     result.checked = sum(one.event.again for one in history.of(TrainerApplied))
     for one in history.of(TrainerDiffers):
         says = f"{one.event.number} gave another result when it was carried out again"
         result.find(says, one, key=f"{one.event.line}:{one.event.number}")
-    return result
 
 
 @rule("operations.steps", 2, "each step is one forward_backward, one optim_step, one publish")
-def steps(history: History) -> Result:
+def steps(history: History, result: Result) -> None:
     """Compare the optimizer's steps with those of the run, by their numbers."""
-    result, applied = Result(), by_number(history)
+    applied = by_number(history)
     lines = sorted({line for (line, _), all in applied.items() if all[0].event.kind == KINDS[1]})
     if len(lines) > 1:
         result.find(f"optimizer steps on {len(lines)} models: {', '.join(lines)}")
@@ -187,7 +180,6 @@ def steps(history: History) -> Result:
             result.find(says, entries[0], step=(number + 1) // 3, key=f"{line}:{number}")
     if history.finished and done != history.steps and not history.lost(TrainerApplied):
         result.find(f"{done} optimizer steps in a run of {history.steps}")
-    return result
 
 
 RULES = (identity, answer, once, fence, replay, steps)

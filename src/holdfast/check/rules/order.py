@@ -80,11 +80,11 @@ class _Line:
 
 
 @rule("operations.order", 2, "within a term, every operation follows on the one before it")
-def order(history: History) -> Result:
+def order(history: History, result: Result) -> None:
     """Follow every term through every model."""
-    result = Result()
     if lost := history.lost(TrainerApplied):
-        return Result(unchecked=f"{lost} events were lost")
+        result.unchecked = f"{lost} events were lost"
+        return
     terms: dict[tuple[str, int], list[Entry[TrainerApplied]]] = defaultdict(list)
     for one in history.of(TrainerApplied):
         if one.event.kind != _UNORDERED:
@@ -104,7 +104,6 @@ def order(history: History) -> Result:
                 says = f"term {term} applied {new} after {old}"
                 says += f", without {missing[0]}" if missing else ""
                 result.find(says, before, after, key=f"{name}:{new}")
-    return result
 
 
 RULES = (order,)

@@ -17,9 +17,8 @@ _GONE = (404, 410)
 
 
 @rule("routes.epochs", 1, "the epochs of a job only grow, and each is taken once")
-def epochs(history: History) -> Result:
+def epochs(history: History, result: Result) -> None:
     """Follow every job through every host."""
-    result = Result()
     newest: dict[tuple[str, str], Entry[JobTaken]] = {}
     for twin, one in history.beside_first(JobTaken, lambda it: (it.job, it.epoch)):
         result.checked += 1
@@ -31,13 +30,11 @@ def epochs(history: History) -> Result:
             says = f"epoch {epoch} of {job} was taken after epoch {last.event.epoch}"
             result.find(says, last, one)
         newest[one.file, job] = one
-    return result
 
 
 @rule("routes.started", 1, "an incarnation serves after it was taken, and never after a newer one")
-def started(history: History) -> Result:
+def started(history: History, result: Result) -> None:
     """Follow every host through its lives."""
-    result = Result()
     taken: dict[tuple[Life, str, int], int] = {}
     for one in history.of(JobTaken):
         taken.setdefault((one.life, one.event.job, one.event.epoch), one.line)
@@ -54,15 +51,13 @@ def started(history: History) -> Result:
             says = f"epoch {epoch} of {job} serves after epoch {last.event.epoch}"
             result.find(says, last, start)
         newest[start.file, job] = start
-    return result
 
 
 @rule(
     "routes.fence", 1, "a trainer acts only as an epoch that was taken, never behind a newer one"
 )
-def fence(history: History) -> Result:
+def fence(history: History, result: Result) -> None:
     """Follow the seat of every job through its terms."""
-    result = Result()
     taken = {(f"/{one.event.job}/", one.event.epoch) for one in history.of(JobTaken)}
     seats = sorted(history.of(TrainerSeated), key=lambda one: (one.event.job, one.event.term))
     for one in seats:
@@ -82,13 +77,12 @@ def fence(history: History) -> Result:
         if new.epoch < old.epoch:
             says = f"term {new.term} acts as epoch {new.epoch}, after epoch {old.epoch}"
             result.find(says, before, after)
-    return result
 
 
 @rule("routes.gone", 1, "nobody hears that a job is gone that is not")
-def gone(history: History) -> Result:
+def gone(history: History, result: Result) -> None:
     """Look at what the gateway itself has answered, if it kept an access log."""
-    result = Result(unchecked="the gateway kept no access log")
+    result.unchecked = "the gateway kept no access log"
     over = {one.event.job for one in history.of(JobEnded) if one.event.how == "completed"}
     known = {one.event.job for one in history.of(JobTaken)}
     for one in history.of(GatewayAccess):
@@ -99,7 +93,6 @@ def gone(history: History) -> Result:
         if event.status in _GONE and event.code and job not in over:
             says = f"{event.path}: {event.status} {event.code}, and {job} was not gone"
             result.find(says, one)
-    return result
 
 
 RULES = (epochs, started, fence, gone)

@@ -42,20 +42,18 @@ def _differences(one: dict[str, object], other: dict[str, object]) -> str:
 
 
 @rule("run.commits", 7, "a step is committed in the same words every time")
-def committed(history: History) -> Result:
+def committed(history: History, result: Result) -> None:
     """Compare all commits of a step with the first."""
-    result = Result()
     for other, one in history.beside_first(StepCommitted, lambda it: it.step):
         result.checked += 1
         if odd := _differences(_facts(other.event), _facts(one.event)):
             result.find(f"committed again with another {odd}", other, one, step=one.event.step)
-    return result
 
 
 @rule("run.trained", 7, "what came of a step is the same every time, and fits its commit")
-def trained(history: History) -> Result:
+def trained(history: History, result: Result) -> None:
     """Compare all that is told of a step."""
-    result, told = Result(), commits(history)
+    told = commits(history)
     for other, one in history.beside_first(StepTrained, lambda it: it.step):
         result.checked += 1
         event, step = one.event, one.event.step
@@ -69,13 +67,12 @@ def trained(history: History) -> Result:
             if (event.samples, event.lag) != fits:
                 says = f"trained on {event.samples} samples with lag {event.lag}, committed {fits}"
                 result.find(says, commit, one, step=step)
-    return result
 
 
 @rule("run.again", 7, "a group that is made again is the same")
-def again(history: History) -> Result:
+def again(history: History, result: Result) -> None:
     """Compare groups that several replicas, or one several times, have made."""
-    result = Result(unchecked="nothing was made twice by replicas that promise the same bits")
+    result.unchecked = "nothing was made twice by replicas that promise the same bits"
     first: dict[tuple[str, int, int], Entry[RolloutMade]] = {}
     for one in history.of(RolloutMade):
         event = one.event
@@ -90,15 +87,14 @@ def again(history: History) -> Result:
         if odd := _differences(_facts(other.event, without), _facts(event, without)):
             says = f"group {event.group} was made again with another {odd}"
             result.find(says, other, one, step=event.step)
-    return result
 
 
 @rule("run.metrics", 7, "metrics.jsonl says what the events say")
-def metrics(history: History) -> Result:
+def metrics(history: History, result: Result) -> None:
     """Compare the file's lines with events."""
-    result = Result(unchecked="there is no metrics.jsonl")
+    result.unchecked = "there is no metrics.jsonl"
     if history.metrics is None:
-        return result
+        return
     told = commits(history)
     steps = {one.event.step: one for one in history.of(StepTrained)}
     evals = {one.event.step: one for one in history.of(EvalDone)}
@@ -120,7 +116,6 @@ def metrics(history: History) -> Result:
         for step in range(1, history.steps + 1):
             if len(lines[step]) != 1:
                 result.find(f"{len(lines[step])} lines for it", *lines[step], step=step)
-    return result
 
 
 def _compare(
@@ -141,9 +136,9 @@ def _compare(
 
 
 @rule("run.end", 7, "a finished run ends with the content of its last step")
-def end(history: History) -> Result:
+def end(history: History, result: Result) -> None:
     """Compare `run.ended` with what is known of the last version."""
-    result = Result(unchecked="the run is not finished")
+    result.unchecked = "the run is not finished"
     known: dict[str, Entry[Any]] = {}
     told: list[Entry[Any]] = [*history.of(RolloutLoaded), *history.of(StepTrained)]
     for entry in told:
@@ -159,7 +154,6 @@ def end(history: History) -> Result:
         if known and one.event.content not in known:
             says = f"ended with {one.event.content}, its last step with {', '.join(known)}"
             result.find(says, one, *known.values(), step=history.steps)
-    return result
 
 
 RULES = (committed, trained, again, metrics, end)

@@ -42,9 +42,9 @@ def _made(history: History) -> dict[str, list[Entry[RolloutMade]]]:
 
 
 @rule("samples.made", 4, "every sample of a commit was made, with the version that it says")
-def made(history: History) -> Result:
+def made(history: History, result: Result) -> None:
     """Compare commits with what replicas have made."""
-    result, known = Result(), _made(history)
+    known = _made(history)
     untold = _silent_deaths(history)
     for step, commit in commits(history).items():
         missing: dict[str, list[str]] = defaultdict(list)
@@ -75,7 +75,6 @@ def made(history: History) -> Result:
             elif not history.lost(RolloutMade):
                 what = f"{len(keys)} samples were committed and never made"
                 result.find(what, commit, step=step, key=keys[0])
-    return result
 
 
 def _silent_deaths(history: History) -> int:
@@ -84,9 +83,8 @@ def _silent_deaths(history: History) -> int:
 
 
 @rule("samples.once", 4, "no sample is in two steps, or twice in one")
-def once(history: History) -> Result:
+def once(history: History, result: Result) -> None:
     """Look for doubles."""
-    result = Result()
     seen: dict[str, Entry[StepCommitted]] = {}
     for step, commit in sorted(commits(history).items()):
         for key, times in Counter(commit.event.keys).items():
@@ -98,13 +96,12 @@ def once(history: History) -> Result:
                 says = f"in step {first.event.step} and in step {step}"
                 result.find(says, first, commit, step=step, key=key)
             seen.setdefault(key, commit)
-    return result
 
 
 @rule("samples.whole", 4, "groups are committed whole, or dropped for a reason")
-def whole(history: History) -> Result:
+def whole(history: History, result: Result) -> None:
     """Compare the groups of commits with those that were made, dropped and spoilt."""
-    result, known, first = Result(), _made(history), commits(history)
+    known, first = _made(history), commits(history)
     spoilt = {(one.event.step, one.event.group) for one in history.of(RolloutSpoilt)}
     gone = {(one.event.step, one.event.group): one for one in history.of(GroupDropped)}
     groups: dict[tuple[int, int], set[str]] = defaultdict(set)
@@ -130,13 +127,12 @@ def whole(history: History) -> Result:
                 result.checked += 1
                 if (step, group) not in spoilt:
                     result.find(f"group {group} was dropped for no reason", commit, step=step)
-    return result
 
 
 @rule("samples.acknowledged", 4, "exactly the committed samples are acknowledged, once trained")
-def acknowledged(history: History) -> Result:
+def acknowledged(history: History, result: Result) -> None:
     """Look at every acknowledgement."""
-    result, first = Result(), commits(history)
+    first = commits(history)
     trained = history.by(StepTrained, lambda it: it.step)
     own = {(one.life, one.event.step) for one in history.of(StepCommitted)}
     numbers = history.by(TrainerApplied, lambda it: it.number)
@@ -160,15 +156,15 @@ def acknowledged(history: History) -> Result:
         is_heir = (ack.life, step) not in own and history.died(commit.life)
         if not is_heir or began is None or began > ack.event.at + SLACK_S:
             result.find("acknowledged before it was trained", ack, commit, step=step)
-    return result
 
 
 @rule("samples.complete", 4, "every step is committed, trained and acknowledged")
-def complete(history: History) -> Result:
+def complete(history: History, result: Result) -> None:
     """Look for steps that are missing, up to the last of a finished run, or the newest."""
-    result, first = Result(), commits(history)
+    first = commits(history)
     if lost := history.lost(StepCommitted, StepTrained, StepAcknowledged):
-        return Result(unchecked=f"{lost} events were lost")
+        result.unchecked = f"{lost} events were lost"
+        return
     upto = history.steps if history.finished else max(first, default=0) - 1
     trained = {one.event.step for one in history.of(StepTrained)}
     consumed = {one.event.step for one in history.of(StepAcknowledged)}
@@ -193,7 +189,6 @@ def complete(history: History) -> Result:
                 result.notes.append(f"step {step}: its orchestrator died while acknowledging")
             else:
                 result.find("trained and never acknowledged", first[step], step=step)
-    return result
 
 
 RULES = (made, once, whole, acknowledged, complete)

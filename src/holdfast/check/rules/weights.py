@@ -25,11 +25,11 @@ __all__ = ["RULES"]
 
 
 @rule("weights.published", 6, "what a replica loads was trained and published")
-def published(history: History) -> Result:
+def published(history: History, result: Result) -> None:
     """Compare loads with what trainers have applied."""
-    result = Result()
     if lost := history.lost(TrainerApplied):
-        return Result(unchecked=f"{lost} events were lost")
+        result.unchecked = f"{lost} events were lost"
+        return
     applied = history.by(TrainerApplied, lambda it: it.number)
     first = {number: min(all, key=lambda one: one.event.at) for number, all in applied.items()}
     newest = max(first, default=-1)
@@ -45,13 +45,11 @@ def published(history: History) -> Result:
         elif history.finished or newest > 3 * version + 1:
             says = f"version {version} was loaded and never published"
             result.find(says, load, step=version)
-    return result
 
 
 @rule("weights.content", 6, "a version has one content, whoever speaks of it")
-def content(history: History) -> Result:
+def content(history: History, result: Result) -> None:
     """Compare the hashes of every version."""
-    result = Result()
     said: dict[int, dict[str, Entry[Any]]] = defaultdict(dict)
     told: list[Entry[Any]] = [*history.of(StepTrained), *history.of(RolloutLoaded)]
     for one in told:
@@ -61,15 +59,14 @@ def content(history: History) -> Result:
         if len(seen) > 1:
             says = f"version {version} has {len(seen)} contents: {', '.join(seen)}"
             result.find(says, *seen.values(), step=version)
-    return result
 
 
 @rule("weights.served", 6, "a replica makes groups only with a version that it has loaded")
-def served(history: History) -> Result:
+def served(history: History, result: Result) -> None:
     """Follow every life of every replica."""
-    result = Result()
     if lost := history.lost(RolloutLoaded):
-        return Result(unchecked=f"{lost} events were lost")
+        result.unchecked = f"{lost} events were lost"
+        return
     loaded: dict[tuple[Life, int], int] = {}
     for load in history.of(RolloutLoaded):
         loaded.setdefault((load.life, load.event.version), load.line)
@@ -83,13 +80,12 @@ def served(history: History) -> Result:
             )
             key = made.event.keys[0] if made.event.keys else None
             result.find(says, made, step=made.event.step, key=key)
-    return result
 
 
 @rule("weights.version", 6, "which version makes a step's samples is a function of the step")
-def version(history: History) -> Result:
+def version(history: History, result: Result) -> None:
     """Hold every commit against max(0, step - 1 - lag), with one lag, and evaluations."""
-    result, all = Result(), history.of(StepCommitted)
+    all = history.of(StepCommitted)
     lags = Counter(one.event.step - 1 - one.event.version for one in all if one.event.version)
     # Nothing but the first version: no step was beyond the lag yet.
     lag = lags.most_common(1)[0][0] if lags else max((one.event.step for one in all), default=0)
@@ -105,14 +101,14 @@ def version(history: History) -> Result:
             if made.event.version != made.event.step:
                 says = f"evaluated with version {made.event.version}"
                 result.find(says, made, step=made.event.step)
-    return result
 
 
-kept = rule("weights.kept", 6, "no version is deleted while a replica may load it")(
-    unseen(
-        "weights.swept does not say of which channel, so checkpoints and versions cannot be "
-        "told apart"
-    )
+kept = unseen(
+    "weights.kept",
+    6,
+    "no version is deleted while a replica may load it",
+    "weights.swept does not say of which channel, so checkpoints and versions cannot be "
+    "told apart",
 )
 
 RULES = (published, content, served, version, kept)

@@ -31,10 +31,10 @@ from holdfast.sim.world import Node
 from holdfast.transfer.frame import Ref, make_head, open_head
 from holdfast.transfer.queue import Batch, Item, Queue, Sample
 from holdfast.transfer.queue.desk import Desk
-from holdfast.transfer.queue.queue import Parts
+from holdfast.transfer.queue.queue import Parts, Tasks
 from holdfast.transfer.queue.records import Block, Fields, Freed, Keys, State, bits, mask
 
-__all__ = ["QueueProtocol", "parts"]
+__all__ = ["QueueProtocol", "parts", "queue_of"]
 
 TASKS = {"train": ("x", "r"), "log": ("x",)}
 SHARE = 5
@@ -45,6 +45,18 @@ KEYS = Keys("sim", NAME)
 def parts(desk: Callable[..., Desk] = Desk, **others: Any) -> Parts:
     """The parts of a queue, with small blocks, so that there are several."""
     return Parts(desk=functools.partial(desk, block_samples=3), **others)
+
+
+def queue_of(
+    node: Node,
+    name: str,
+    tasks: Tasks,
+    member: str,
+    parts: Parts = Parts(),  # noqa: B008 -- frozen
+) -> Queue:
+    """A queue as this process reaches it."""
+    given: Any = {"run": "sim", "member": member, "lease_s": TIMES.member_lease_s, "parts": parts}
+    return Queue(node.values, node.ledger, name, tasks, runtime=node, **given)
 
 
 class QueueProtocol(Protocol):
@@ -74,19 +86,8 @@ class QueueProtocol(Protocol):
 
     async def run(self, runtime: Node, name: str) -> None:
         """Put or consume, each process its part."""
-        queue = Queue(
-            runtime.values,
-            runtime.ledger,
-            NAME,
-            TASKS,
-            run="sim",
-            member=name,
-            lease_s=TIMES.member_lease_s,
-            runtime=runtime,
-            parts=self._parts,
-        )
         try:
-            async with queue:
+            async with queue_of(runtime, NAME, TASKS, name, self._parts) as queue:
                 if name in self.producers:
                     await self._produce(runtime, name, queue)
                 else:

@@ -67,13 +67,8 @@ class Trainers:
         if not txn.succeeded:
             return
         trainer = await self._begin(node, epoch)
-        while not node.net.is_free(address):  # a twin of ours
-            await node.sleep(1.0)
-        node.net.listen(address, answers(node, trainer))
-        try:
+        async with node.net.listening(address, answers(node, trainer)):
             await trainer.run()
-        finally:
-            node.net.close(address)
 
     async def _begin(self, node: Node, epoch: int) -> Trainer:
         trainer = self.make(

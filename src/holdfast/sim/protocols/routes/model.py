@@ -150,10 +150,8 @@ class RoutesProtocol(Protocol):
         async def handle(call: Call) -> Reply:
             return await self._serve(desk, runtime, call)
 
-        while not runtime.net.is_free(address):  # a twin of ours
-            await runtime.sleep(1.0)
-        runtime.net.listen(address, handle)
-        await routes.run()
+        async with runtime.net.listening(address, handle):
+            await routes.run()
 
     async def _serve(self, desk: Desk, runtime: Node, call: Call) -> Reply:
         got: Reply | None = None

@@ -7,10 +7,11 @@ test program starts real gateways of this kind.
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.gateway import answers
 from holdfast.gateway.answers import Answer, Kind, Route
-from holdfast.gateway.desk import Abandon, Desk, Forward, lost
+from holdfast.gateway.desk import Desk, Forward, lost
 from holdfast.gateway.routes import Routes
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.follow import follow
@@ -41,17 +42,9 @@ class NaiveDesk(Desk):
     """Believes the table, and waits for nothing."""
 
     async def serve(
-        self,
-        account: str,
-        job: str,
-        kind: Kind,
-        forward: Forward,
-        present: Callable[[], bool] = lambda: True,  # noqa: ARG002 -- it does not wait
-        *,
-        harmless: bool = False,  # noqa: ARG002 -- it does not try again
-        abandon: Abandon = lambda _: None,  # noqa: ARG002 -- it does not know better
+        self, account: str, job: str, kind: Kind, forward: Forward, *_: Any, **__: Any
     ) -> Answer | None:
-        """Bring a request to where the table says, or say "not found"."""
+        """Bring a request to where the table says, or say "not found", whatever else is known."""
         verdict = answers.decide(self._routes.find(account, job), kind, fresh=True)
         if not isinstance(verdict, Route):
             return _BARE

@@ -36,6 +36,7 @@ from holdfast.run.records import StepRecord
 from holdfast.run.steps import Steps
 from holdfast.sim.protocol import Protocol, Violation
 from holdfast.sim.protocols.operations.taking_over import HASTY, Handler, Trainers
+from holdfast.sim.protocols.queue import queue_of
 from holdfast.sim.protocols.run.parts import Page, SimClient, SimPool, SimReplica
 from holdfast.sim.protocols.run.reference import BASE, Reference
 from holdfast.sim.protocols.run.toy import Compute, Vault
@@ -44,7 +45,6 @@ from holdfast.sim.times import TIMES
 from holdfast.sim.world import Node, first_of
 from holdfast.trainer.service import PREFIX, Request, Service
 from holdfast.trainer.trainer import Trainer
-from holdfast.transfer.queue import Queue
 
 __all__ = ["RunProtocol"]
 
@@ -132,32 +132,15 @@ class RunProtocol(Protocol):
     async def _replicate(self, node: Node, address: str) -> None:
         while not node.net.is_free(address):  # a twin of ours
             await node.sleep(5.0)
-        async with self._queue(node, "replica") as queue:
+        async with queue_of(node, QUEUE, TASKS, "replica") as queue:
             replica = SimReplica(node, address, self._records(node, RUN), queue, self._repaired)
-            while not node.net.is_free(address):
-                await node.sleep(5.0)
-            node.net.listen(address, replica.answer)
-            try:
+            async with node.net.listening(address, replica.answer, look_s=5.0):
                 await node.sleep(node.random.random() * 100)
                 while self.world.healed:
                     await node.sleep(600.0)
-            finally:
-                node.net.close(address)
             while replica.is_busy:
                 await node.sleep(1.0)
         raise Unavailable(f"{address} makes room for another one")
-
-    def _queue(self, node: Node, member: str) -> Queue:
-        return Queue(
-            node.values,
-            node.ledger,
-            QUEUE,
-            TASKS,
-            run=RUN,
-            member=member,
-            lease_s=TIMES.member_lease_s,
-            runtime=node,
-        )
 
     # ---- an orchestrator -----------------------------------------------------------
 
@@ -186,7 +169,7 @@ class RunProtocol(Protocol):
         metrics = Metrics(page)
         if await self._ended(steps, metrics):
             return
-        async with self._queue(node, "orchestrator") as queue:
+        async with queue_of(node, QUEUE, TASKS, "orchestrator") as queue:
             client = SimClient(node, sorted(TRAINERS.values()))
             model = await _model(client, steps, BASE, config)
             pool = SimPool(node, sorted(REPLICAS.values()), patience_s=config.rollout.patience_s)
