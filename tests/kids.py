@@ -37,7 +37,7 @@ def alive(pid: int) -> bool:
 
 def points(prefix: str) -> list[str]:
     """Every declared fault point below a prefix."""
-    found = [name for name in faults.catalogue().points if name.startswith(prefix)]
+    found = [name for name in faults.catalogue() if name.startswith(prefix)]
     assert found
     return found
 

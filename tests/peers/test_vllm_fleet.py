@@ -250,14 +250,14 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
             group.create_task(keep_asking())
             for number in (2, 3, 4):
                 at = len(seen)
-                await auntil(lambda at=at: _longer(seen, at + 2), "requests are answered")  # type: ignore[misc]
+                await auntil(lambda at=at: len(seen) >= at + 2, "requests are answered")  # type: ignore[misc]
                 await bench.publish(number)
                 update = await fleet.update(number)
                 assert update.serving == ("r0",)
                 assert await fleet.addresses(number) == [bench.server.url]
                 await bench.right(number)
             at = len(seen)
-            await auntil(lambda: _longer(seen, at + 2), "the last version answers")
+            await auntil(lambda: len(seen) >= at + 2, "the last version answers")
             stop.set()
         for number in (2, 3, 4):
             await fleet.update(number, rollback=True)
@@ -275,10 +275,6 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
     assert named == sorted(named)
     for versions, tokens in seen:
         assert tokens == _RECORDED[int(versions[0])]
-
-
-async def _longer(seen: list[Answer], count: int) -> bool:
-    return len(seen) >= count
 
 
 # ---- bad versions ------------------------------------------------------------------
@@ -513,18 +509,14 @@ async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_p
             [head] = [pid for pid, words in first.items() if words.startswith(" ".join(argv))]
             os.kill(head, signal.SIGKILL)
             await bench.gone(fleet)
-            await auntil(lambda: _all_ended(first), "all of it has ended", 30)
+            await auntil(lambda: ended(first), "all of it has ended", 30)
             await auntil(there, "it is offered again", START_S)
             assert (await ask(url))[0] == ("1",)
         finally:
             last = group_of(f"--port={port}")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    await auntil(lambda: _all_ended(last), "it ends with us", 30)
-
-
-async def _all_ended(group: dict[int, str]) -> bool:
-    return ended(group)
+    await auntil(lambda: ended(last), "it ends with us", 30)
 
 
 # Last, because the server is lost afterwards.
