@@ -122,6 +122,12 @@ def weights(number: float, items: int = 8) -> dict[str, Any]:
     return {"w": np.full(items, number)}
 
 
+async def read(root: str | Path, ledger: Ledger | None, version: int) -> int:
+    """What a consumer finds under a number."""
+    async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
+        return int(pin.numpy("w")[0])
+
+
 async def fill(publisher: Publisher, *numbers: int) -> None:
     """Publish these versions."""
     for number in numbers:

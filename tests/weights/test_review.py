@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import Corrupt, Fenced, Mistake, Unavailable, UnknownOutcome
-from holdfast.ledger import Compare, Delete, Ledger, LiveRuntime, Op, Put, Txn, absent
+from holdfast.ledger import Compare, Delete, LiveRuntime, Op, Put, Txn, absent
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import decode
 from holdfast.weights import Publisher, Retention, Subscriber, Version, write_part
@@ -24,17 +24,11 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S, auntil
-from weights.family import House, fill, foreign, refused, weights
+from weights.family import House, fill, foreign, read, refused, weights
 from weights.ledgers import Lossy, Played, Send
 
 LIMIT_S = HANG_S
 LAST_ONE = Retention(keep_last=1)
-
-
-async def read(root: str | Path, ledger: Ledger | None, version: int) -> int:
-    """What a consumer finds under a number."""
-    async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
-        return int(pin.numpy("w")[0])
 
 
 # ---- a number is published once -------------------------------------------------------
@@ -338,9 +332,6 @@ async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
         await book.mark(1, "a byte was changed by hand")
         assert not await book.forget(view, 0)
         assert await read(tmp_path, ledger, 0) == 0
-
-
-# ---- those who are not asked any more -------------------------------------------------
 
 
 # ---- trainers that are not ours -------------------------------------------------------
