@@ -21,11 +21,9 @@ from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import Layout
 from kids import Kid
-from patience import HANG_S
 from weights.children import read_pin
 
 HERE = Path(__file__).parent
-LIMIT_S = HANG_S
 start = functools.partial(kids.start, HERE / "children.py")
 
 
