@@ -432,11 +432,8 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         await asyncio.wait_for(engine.lost(losses), 30)
         assert "loaded by others" in engine.problem
         await bench.offered(fleet)
-
-        async def back() -> bool:
-            return await bench.server.version() == 1 and not await bench.server.paused()
-
-        await auntil(back, "version 1 is back")
+        await auntil(lambda: gives(bench.server.version(), 1), "version 1 is back")
+        await auntil(lambda: gives(bench.server.paused(), False), "it is resumed")
         await answers(bench, 1)
 
 
