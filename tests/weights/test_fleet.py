@@ -457,8 +457,8 @@ async def test_a_storm(tmp_path: Path, mix: int) -> None:
     kinds: tuple[list[str], ...] = (["kill"], ["stop"], ["kill", "stop"], ["kill", "kill"], [])
     plan: list[dict[int, str]] = [{}, {0: "kill"}, {1: "stop"}]
     for _ in range(6):
-        happens = luck.choice(kinds)
-        plan.append(dict(zip([luck.choice(serving), 2], happens, strict=False)))
+        what = luck.choice(kinds)
+        plan.append(dict(zip([luck.choice(serving), 2], what, strict=False)))
     plan.append({})
     print(f"mix {mix}: {plan}")
     policy = POLICY.model_copy(update={"mix": mix})
