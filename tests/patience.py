@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 HANG_S = 60.0
@@ -35,6 +35,11 @@ async def auntil(test: Callable[[], Any], what: Told = "it", limit_s: float = HA
             return found
         assert time.monotonic() < deadline, _missing(what, limit_s)
         await asyncio.sleep(_LOOK_S)
+
+
+async def gives(work: Awaitable[Any], wanted: object) -> bool:
+    """Whether this comes to just that: to be waited for with `auntil`."""
+    return bool(await work == wanted)
 
 
 def _missing(what: Told, limit_s: float) -> str:

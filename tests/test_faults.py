@@ -133,16 +133,6 @@ def test_the_nth_hit(clause: str, firing: set[int]) -> None:
     assert fired == firing
 
 
-def test_errors_that_are_raised() -> None:
-    """Errors of Holdfast and of the system, as the real ones look."""
-    faults.arm("test.here:raise=NoRoom;test.there:raise=OSError(ENOSPC)")
-    with pytest.raises(NoRoom):
-        faults.point(HERE)
-    with pytest.raises(OSError, match="No space left") as caught:
-        faults.point(THERE)
-    assert caught.value.errno == errno.ENOSPC
-
-
 def test_arming_and_disarming() -> None:
     """A new plan replaces the old one and counts from 0; without a plan nothing counts."""
     faults.arm("test.here:raise=Unavailable@2")
@@ -244,7 +234,7 @@ def test_declaring() -> None:
 
 def test_the_catalogue_and_check() -> None:
     """The catalogue has every point; `check` finds names that are not in it."""
-    assert faults.catalogue().points["test.here"] == "where the tests fail"
+    assert faults.catalogue()["test.here"] == "where the tests fail"
     faults.check("test.here:kill;test.there:stop")
     with pytest.raises(Mistake, match=r"no fault point test\.hree: did you mean test\.here"):
         faults.check("test.hree:kill")

@@ -102,7 +102,7 @@ def faults(as_json: bool) -> None:
     """
     from holdfast.faults import catalogue
 
-    for name, about in catalogue().points.items():
+    for name, about in catalogue().items():
         click.echo(
             json.dumps({"point": name, "about": about}) if as_json else f"{name:40} {about}"
         )

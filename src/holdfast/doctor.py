@@ -254,6 +254,7 @@ def examine(
 ) -> tuple[Check, ...]:
     """Take all readings of this machine and check them."""
     ledger_path = _sqlite_path(ledger) if ledger else None
+    boottime_s = _read(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
     checks = [
         check_python(sys.version_info[:3]),
         check_disk(path, _read(lambda: _free_bytes(path))),
@@ -264,7 +265,7 @@ def examine(
     if ledger_path is not None:
         checks.append(check_file_system(ledger_path, *file_system_of(ledger_path), sqlite=True))
     checks += [
-        check_clock(_read(_boottime_s), _synchronised(), _read(boot_id)),
+        check_clock(boottime_s, _synchronised(), _read(boot_id)),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         _loopback(),
     ]
@@ -293,10 +294,6 @@ def _read(reading: Callable[[], T]) -> T | None:
         return reading()
     except (OSError, UnicodeDecodeError, AttributeError, HoldfastError):
         return None
-
-
-def _boottime_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _synchronised() -> bool | None:

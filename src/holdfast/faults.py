@@ -47,7 +47,7 @@ import holdfast
 from holdfast import errors, events
 from holdfast.errors import Mistake
 
-__all__ = ["Catalogue", "Clause", "Plan", "apoint", "arm", "catalogue", "check"]
+__all__ = ["Clause", "Plan", "apoint", "arm", "catalogue", "check"]
 __all__ += ["arm_from_environment", "declare", "declared_in", "disarm", "parse", "point"]
 
 PLAN_VARIABLE = "HOLDFAST_FAULTS"
@@ -148,12 +148,6 @@ class FaultFired(events.Event, frozen=True, tag="fault.fired"):
     point: str
     action: str
     hit: int
-
-
-class Catalogue(msgspec.Struct, frozen=True):
-    """Every declared point with its description."""
-
-    points: dict[str, str]
 
 
 _declared: dict[str, str] = {}
@@ -294,14 +288,14 @@ def disarm() -> None:
         _armed = None
 
 
-def catalogue() -> Catalogue:
-    """List the points that Holdfast declares, and those that were declared beside it."""
-    return Catalogue(dict(sorted({**declared_in(holdfast), **_declared}.items())))
+def catalogue() -> dict[str, str]:
+    """The points that Holdfast declares, and those declared beside it, with what they are."""
+    return dict(sorted({**declared_in(holdfast), **_declared}.items()))
 
 
 def check(plan: Plan | str) -> None:
     """Raise `Mistake` if the plan names a point that nothing in Holdfast declares."""
-    known = catalogue().points
+    known = catalogue()
     for clause in (parse(plan) if isinstance(plan, str) else plan).clauses:
         if clause.point not in known:
             hint = _hint(clause.point, known, "faults.catalogue() lists them all")

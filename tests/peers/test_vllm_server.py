@@ -5,7 +5,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import aiohttp
 import pytest
 import torch
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from holdfast.contrib.vllm.client import VllmServer, compare, expected
 from holdfast.errors import Corrupt, Mistake, TimedOut, Unavailable, UnknownOutcome
@@ -318,16 +318,8 @@ async def answering(
     """An HTTP server that answers every path in its own way."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        assert site._server is not None
-        sockets: list[socket.socket] = site._server.sockets  # type: ignore[attr-defined]
-        yield f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-    finally:
-        await runner.cleanup()
+    async with TestServer(app, host="127.0.0.1") as server:
+        yield str(server.make_url("")).rstrip("/")
 
 
 async def test_without_dev_mode() -> None:

@@ -28,16 +28,11 @@ _SPECIAL = ("<pad>", "<s>", "</s>")
 
 
 def make_model(
-    folder: Path,
-    seed: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    tie: bool = False,
-    shard_bytes: int = 500_000,
+    folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, tie: bool = False
 ) -> Path:
     """Write a model whose weights are a function of `seed` and return its folder.
 
-    `shard_bytes` is small enough to make several shards, and so an index.
+    It has several shards, and so an index.
     """
     tokenizer = _tokenizer()
     config = Qwen2Config(
@@ -65,7 +60,7 @@ def make_model(
             torch.nn.init.normal_(parameter, mean=float(norm), std=0.1 if norm else 0.3)
     finally:
         torch.random.set_rng_state(state)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes)
+    model.to(dtype).save_pretrained(folder, max_shard_size=500_000)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -25,6 +25,11 @@ def weights_of(folder: Path) -> Weights:
     return found
 
 
+def carried_of(folder: Path) -> dict[str, bytes | str | Path]:
+    """What is published beside the tensors of a folder."""
+    return {one.name: one for one in folder.iterdir() if "safetensors" not in one.name}
+
+
 def edit(folder: Path, change: Callable[[Weights], None]) -> None:
     """Change the tensors of a folder, shard by shard; files that are links elsewhere stay."""
     for file in sorted(folder.glob("*.safetensors")):

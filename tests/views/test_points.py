@@ -59,7 +59,7 @@ def test_the_report_lists_them(tmp_path: Path) -> None:
 def test_the_points_of_a_run() -> None:
     """Every point of Holdfast is one of a run, but for those of folders that are made before
     its parts start; points of another ledger's or store's code are not."""
-    every = catalogue().points
+    every = catalogue()
     usual = of_a_run(every, ledger="sqlite:///x", store="shm://y")
     ours = [one for one in every if not one.startswith(("test.", "engine.folder."))]
     assert sorted(usual) == sorted(ours)

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from holdfast import ledger
 from holdfast.errors import Gone, HoldfastError
 from holdfast.weights import Pin, Publisher, Retention, Subscriber, Swept, Version, write_part
 from holdfast.weights.local import LocalDisk
+from kids import be
 
 Array = np.ndarray[Any, Any]
 
@@ -435,27 +436,5 @@ def watcher(base: str, marker: str, load_s: float, last: int, stall_s: float) ->
     say("report", **watch(Path(base), Path(marker), load_s, last, stall_s))
 
 
-CHILDREN: dict[str, Callable[..., Any]] = {
-    one.__name__: one
-    for one in (
-        publisher,
-        readers,
-        consumer,
-        trainer,
-        loader,
-        watcher,
-        naive_trainer,
-    )
-}
-
-
-def main() -> None:
-    """Be the child that the parent asked for."""
-    act = CHILDREN[sys.argv[1]]
-    result = act(**json.loads(sys.argv[2]))
-    if asyncio.iscoroutine(result):
-        asyncio.run(result)
-
-
 if __name__ == "__main__":
-    main()
+    be(publisher, readers, consumer, trainer, loader, watcher, naive_trainer)

@@ -21,11 +21,9 @@ from holdfast.weights.book import Book
 from holdfast.weights.channel import Channel
 from holdfast.weights.layout import Layout
 from kids import Kid
-from patience import HANG_S
 from weights.children import read_pin
 
 HERE = Path(__file__).parent
-LIMIT_S = HANG_S
 start = functools.partial(kids.start, HERE / "children.py")
 
 
@@ -120,6 +118,12 @@ async def house(folder: Path, kept_with: str = "sqlite") -> AsyncIterator[House]
 def weights(number: float, items: int = 8) -> dict[str, Any]:
     """A version that is told by its only number."""
     return {"w": np.full(items, number)}
+
+
+async def read(root: str | Path, ledger: Ledger | None, version: int) -> int:
+    """What a consumer finds under a number."""
+    async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
+        return int(pin.numpy("w")[0])
 
 
 async def fill(publisher: Publisher, *numbers: int) -> None:

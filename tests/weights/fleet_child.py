@@ -10,9 +10,7 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from holdfast.contrib.fleets.fleet import Fleet, FleetPolicy
 from holdfast.contrib.fleets.replica import Engine, Replica
 from holdfast.errors import Mistake, Unavailable
 from holdfast.weights import Pin, Subscriber
+from kids import be
 from weights.children import say, told
 
 ITEMS = 8
@@ -131,11 +130,5 @@ async def engine(fragile: str) -> None:
         say(asked["do"], held=held)
 
 
-CHILDREN: dict[str, Callable[..., Any]] = {
-    "replica": replica,
-    "owner": owner,
-    "engine": engine,
-}
-
 if __name__ == "__main__":
-    asyncio.run(CHILDREN[sys.argv[1]](**json.loads(sys.argv[2])))
+    be(replica, owner, engine)

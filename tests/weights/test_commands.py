@@ -355,41 +355,39 @@ def test_watch_follows_other_processes(place: Place) -> None:
     Ctrl-C ends it without a word."""
     log = place.root / "watch.log"
     with _watching(place.path, log, "--json") as child:
-        _follow(place, child, log.read_text)
 
+        def seen() -> list[tuple[str, int | None, str]]:
+            text = log.read_text()
+            lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+            return [(one["what"], one["version"], one["consumer"]) for one in lines]
 
-def _follow(place: Place, child: proc.Child, read: Callable[[], str]) -> None:
-    def seen() -> list[tuple[str, int | None, str]]:
-        lines = [json.loads(line) for line in read().splitlines() if line.startswith("{")]
-        return [(one["what"], one["version"], one["consumer"]) for one in lines]
-
-    place.publish(7)
-    child.wait_until(lambda: ("published", 7, "") in seen())
-    with place.consumer("r0", 7) as leaving, place.consumer("r1", 7, lease_s=3) as dying:
-        child.wait_until(lambda: ("acknowledged", 7, "r1") in seen())
-        leaving.tell("")
-        assert leaving.child.wait(HANG_S) == 0
-        dying.child.kill_group()
-        child.wait_until(lambda: ("lease ended", None, "r1") in seen())
-    _run("sweep", place.path, "--keep-last", "1")
-    child.wait_until(lambda: ("swept", 0, "") in seen())
-    found = seen()
-    came = [("joined", None), ("pinned", 7), ("acknowledged", 7)]
-    assert [one[:2] for one in found if one[2] == "r0"] == [
-        *came,
-        ("unpinned", 7),
-        ("left", None),
-    ]
-    assert [one[:2] for one in found if one[2] == "r1"] == [
-        *came,
-        ("silent", None),
-        ("lease ended", None),
-    ]
-    assert ("opened", None, "") in found
-    child.signal(signal.SIGINT)
-    assert child.wait(HANG_S) == 130
-    assert "Traceback" not in read()
-    assert not read().splitlines()[-1].startswith("holdfast:")
+        place.publish(7)
+        child.wait_until(lambda: ("published", 7, "") in seen())
+        with place.consumer("r0", 7) as leaving, place.consumer("r1", 7, lease_s=3) as dying:
+            child.wait_until(lambda: ("acknowledged", 7, "r1") in seen())
+            leaving.tell("")
+            assert leaving.child.wait(HANG_S) == 0
+            dying.child.kill_group()
+            child.wait_until(lambda: ("lease ended", None, "r1") in seen())
+        _run("sweep", place.path, "--keep-last", "1")
+        child.wait_until(lambda: ("swept", 0, "") in seen())
+        found = seen()
+        came = [("joined", None), ("pinned", 7), ("acknowledged", 7)]
+        assert [one[:2] for one in found if one[2] == "r0"] == [
+            *came,
+            ("unpinned", 7),
+            ("left", None),
+        ]
+        assert [one[:2] for one in found if one[2] == "r1"] == [
+            *came,
+            ("silent", None),
+            ("lease ended", None),
+        ]
+        assert ("opened", None, "") in found
+        child.signal(signal.SIGINT)
+        assert child.wait(HANG_S) == 130
+        assert "Traceback" not in log.read_text()
+        assert not log.read_text().splitlines()[-1].startswith("holdfast:")
 
 
 # ---- marker files ------------------------------------------------------------------

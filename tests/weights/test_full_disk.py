@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from holdfast.text import size as bytes_text
 from holdfast.weights import Publisher, Subscriber
 from holdfast.weights.room import Waiting
 from patience import HANG_S
+from trainer.disks import small
 from weights.children import publish
 from weights.command import run
 from weights.family import House, go, house
@@ -33,14 +33,8 @@ LEASE_S = 1.0
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of two megabytes."""
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("only root may mount a tmpfs")
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    size = f"size={DISK_BYTES}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small(tmp_path / "weights", DISK_BYTES) as folder:
+        yield folder
 
 
 def _fill(folder: Path, room_bytes: int) -> Path:
@@ -209,15 +203,6 @@ async def test_a_budget_that_nobody_holds_fails_at_once(home: House) -> None:
     assert home.leftovers() == []
 
 
-@contextlib.contextmanager
-def _event_log(path: Path) -> Iterator[Path]:
-    events.configure(path, process="test")
-    try:
-        yield path
-    finally:
-        events.unconfigure()
-
-
 async def _waiting(publisher: Publisher, log: Path) -> tuple[asyncio.Task[object], int, list[str]]:
     """Publish until that has to wait; returns the task, its number, and whom it waits for."""
     number = 0
@@ -255,13 +240,13 @@ async def test_a_dead_consumer_holds_the_budget_for_its_lease(tmp_path: Path, ne
         size = await _version_bytes(home)
         budget = 4 * size if needs == "every" else 2 * size + size // 2
         with (
-            _event_log(tmp_path / "events") as log,
+            contextlib.closing(events.configure(tmp_path / "events", "test")) as log,
             home.start("consumer", name="victim", needs=needs, lease_s=LEASE_S) as victim,
         ):
             async with home.publisher(keep_last=1, max_bytes=budget) as publisher:
                 await go(victim)
                 await victim.ahear("pinned")
-                waiting, number, consumers = await _waiting(publisher, log)
+                waiting, number, consumers = await _waiting(publisher, log.path)
                 assert consumers == ["victim"]
                 await asyncio.sleep(0)
                 victim.child.signal(signal.SIGKILL)

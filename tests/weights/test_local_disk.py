@@ -17,8 +17,6 @@ from holdfast.weights import local
 from holdfast.weights.local import LocalDisk
 from patience import HANG_S
 
-LIMIT_S = HANG_S
-
 
 async def test_symbolic_links_in_a_folder_are_never_followed(tmp_path: Path) -> None:
     """Not by opening, reading, touching, writing or removing; a link is a name like others."""
@@ -69,7 +67,7 @@ async def test_a_path_may_lead_through_symbolic_links(tmp_path: Path) -> None:
 
 async def test_a_pipe_is_not_a_file_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    async with asyncio.timeout(LIMIT_S), await LocalDisk().folder(str(tmp_path)) as folder:
+    async with asyncio.timeout(HANG_S), await LocalDisk().folder(str(tmp_path)) as folder:
         for call in (folder.open("pipe"), folder.read("pipe", 1), folder.touch("pipe")):
             with pytest.raises(OSError):
                 await call
@@ -107,12 +105,12 @@ async def test_the_loop_runs_and_short_calls_go_on_while_all_cores_work(tmp_path
     threads = len(os.sched_getaffinity(0)) + 1
 
     def chunks() -> Iterator[bytes]:
-        release.wait(LIMIT_S)
+        release.wait(HANG_S)
         yield b"late"
 
-    async with asyncio.timeout(LIMIT_S), await disk.folder(str(tmp_path)) as folder:
+    async with asyncio.timeout(HANG_S), await disk.folder(str(tmp_path)) as folder:
         writes = [asyncio.ensure_future(folder.write(f"f{n}", chunks())) for n in range(threads)]
-        works = asyncio.ensure_future(disk.gather([lambda: release.wait(LIMIT_S)] * threads))
+        works = asyncio.ensure_future(disk.gather([lambda: release.wait(HANG_S)] * threads))
         for _ in range(5):
             await folder.touch("heartbeat")
         assert not any(task.done() for task in [*writes, works])
@@ -130,12 +128,12 @@ async def test_a_cancelled_write_stops_between_pieces_and_leaves_nothing(tmp_pat
         for number in range(1000):
             asked.append(number)
             begun.set()
-            release.wait(LIMIT_S)
+            release.wait(HANG_S)
             yield b"x"
 
-    async with asyncio.timeout(LIMIT_S), await LocalDisk().folder(str(tmp_path)) as folder:
+    async with asyncio.timeout(HANG_S), await LocalDisk().folder(str(tmp_path)) as folder:
         write = asyncio.ensure_future(folder.write("f", chunks()))
-        await asyncio.to_thread(begun.wait, LIMIT_S)
+        await asyncio.to_thread(begun.wait, HANG_S)
         write.cancel()
         await asyncio.sleep(0)
         write.cancel()  # being impatient does not help
@@ -152,8 +150,8 @@ async def test_a_call_that_waits_for_a_thread_is_cancelled_without_effect(tmp_pa
     disk = LocalDisk()
     release = threading.Event()
     threads = len(os.sched_getaffinity(0))
-    async with asyncio.timeout(LIMIT_S), await disk.folder(str(tmp_path)) as folder:
-        works = asyncio.ensure_future(disk.gather([lambda: release.wait(LIMIT_S)] * threads))
+    async with asyncio.timeout(HANG_S), await disk.folder(str(tmp_path)) as folder:
+        works = asyncio.ensure_future(disk.gather([lambda: release.wait(HANG_S)] * threads))
         await asyncio.sleep(0)
         write = asyncio.ensure_future(folder.write("f", [b"x"]))
         await asyncio.sleep(0)
@@ -172,14 +170,14 @@ async def test_closing_a_folder_waits_for_its_calls(tmp_path: Path) -> None:
 
     def chunks() -> Iterator[bytes]:
         begun.set()
-        release.wait(LIMIT_S)
+        release.wait(HANG_S)
         yield b"data"
         raise ZeroDivisionError
 
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANG_S):
         folder = await LocalDisk().folder(str(tmp_path))
         write = asyncio.ensure_future(folder.write("f", chunks()))
-        await asyncio.to_thread(begun.wait, LIMIT_S)
+        await asyncio.to_thread(begun.wait, HANG_S)
         assert (tmp_path / "f").exists()
         folder.close()
         release.set()

@@ -58,7 +58,17 @@ def _version(
     raw["config.json"] = config
     files = tuple(FileEntry(name, len(one), digest(one)) for name, one in sorted(raw.items()))
     tensors = tuple(_entry(one, where[name]) for name, one in sorted(found.items()))
-    manifest = Manifest(
+    return _manifest(files, tensors, step, parent, epoch), raw
+
+
+def _manifest(
+    files: tuple[FileEntry, ...],
+    tensors: tuple[TensorEntry, ...],
+    step: int = 1,
+    parent: int | None = None,
+    epoch: int = 0,
+) -> Manifest:
+    return Manifest(
         step=step,
         parent=parent,
         epoch=epoch,
@@ -67,7 +77,6 @@ def _version(
         tensors=tensors,
         content=content_hash(tensors, carried(files, tensors)),
     )
-    return manifest, raw
 
 
 def _entry(source: Source, file: str) -> TensorEntry:
@@ -285,21 +294,9 @@ def test_a_shard_holds_exactly_the_tensors_of_its_manifest(
     raw = b"".join(chunks(sources(parts)))
     entry = FileEntry("model.safetensors", len(raw), digest(raw))
     tensors = tuple(_entry(one, entry.name) for one in listed)
-    manifest = _of_one_file(entry, tensors)
+    manifest = _manifest((entry,), tensors)
     with pytest.raises(Corrupt, match=words):
         check_file(manifest, entry, memoryview(raw))
-
-
-def _of_one_file(entry: FileEntry, tensors: tuple[TensorEntry, ...]) -> Manifest:
-    return Manifest(
-        step=1,
-        parent=None,
-        epoch=0,
-        kind="model",
-        files=(entry,),
-        tensors=tensors,
-        content=content_hash(tensors, ()),
-    )
 
 
 def test_a_tensor_that_changed_between_hashing_and_writing_is_found() -> None:
@@ -310,7 +307,7 @@ def test_a_tensor_that_changed_between_hashing_and_writing_is_found() -> None:
     array[2] = 1
     raw = b"".join(chunks([source]))
     entry = FileEntry("model.safetensors", len(raw), digest(raw))
-    manifest = _of_one_file(entry, (tensor,))
+    manifest = _manifest((entry,), (tensor,))
     check_file(manifest, entry, memoryview(raw))
     with pytest.raises(Corrupt, match="tensor w differs"):
         check_file(manifest, entry, memoryview(raw), each_tensor=True)

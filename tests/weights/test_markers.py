@@ -36,7 +36,6 @@ from holdfast.weights.records import Consumer
 from patience import HANG_S, auntil
 from weights.family import House, fill, foreign, refused, weights
 
-LIMIT_S = HANG_S
 LEASE_S = 1.0
 LAST_ONE = Retention(keep_last=1)
 
@@ -54,16 +53,6 @@ class Hanging(LiveRuntime):
 
 def hanging(home: House) -> Hanging:
     return Hanging(home.ledger)  # type: ignore[arg-type]  # markers have no ledger
-
-
-async def swept(publisher: Publisher, world: House, *gone: int) -> None:
-    """Sweep until these versions are deleted."""
-
-    async def are_gone() -> bool:
-        await publisher.sweep()
-        return not set(gone) & set(world.folders())
-
-    await auntil(are_gone)
 
 
 # ---- the same promises on every book -----------------------------------------
@@ -147,14 +136,14 @@ async def test_a_number_means_one_content_for_ever(world: House) -> None:
 async def test_a_newer_version_wakes_whoever_waits(world: House) -> None:
     """Waiting ends with the version that was waited for."""
     async with world.publisher(keep_last=1) as publisher, world.subscriber() as reader:
-        newer = asyncio.create_task(reader.wait_newer(None, LIMIT_S))
-        exactly = asyncio.create_task(reader.wait_for(1, LIMIT_S))
+        newer = asyncio.create_task(reader.wait_newer(None, HANG_S))
+        exactly = asyncio.create_task(reader.wait_for(1, HANG_S))
         await publisher.publish(0, weights(0))
         assert (await newer).version == 0
         await publisher.publish(1, weights(1))
         assert (await exactly).version == 1
         with pytest.raises(Gone, match="was deleted"):
-            await reader.wait_for(0, LIMIT_S)
+            await reader.wait_for(0, HANG_S)
 
 
 async def test_a_replaced_publisher_is_told_and_stays_fenced(world: House) -> None:
@@ -256,7 +245,7 @@ async def test_a_folder_without_its_marker_is_not_a_version(markers: House) -> N
         assert newest is not None
         assert newest.version == 1
         await refused(reader.pin(2), NotFound)
-        newer = asyncio.create_task(reader.wait_newer(1, LIMIT_S))
+        newer = asyncio.create_task(reader.wait_newer(1, HANG_S))
         done, _ = await asyncio.wait([newer], timeout=0.7)
         assert not done
         (half / "STABLE").touch()
@@ -571,7 +560,9 @@ async def test_a_pin_is_given_up_when_the_disk_has_room_again(markers: House) ->
         assert markers.folders() == [0, 1]
         assert not pin.lost
         full = False
-        await swept(publisher, markers, 0)
+        async with asyncio.timeout(HANG_S):
+            while markers.folders() != [1]:
+                await publisher.sweep()
         assert not pin.lost, "it was given up, not lost"
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from kids import Kid
 from weights.children import model
-from weights.family import House, go, house, start
+from weights.family import go, house, start
 
 LEASE_S = 1.5
 
@@ -77,44 +77,6 @@ class Sampler(threading.Thread):
         self.join()
 
 
-class Race:
-    """A trainer and its loaders."""
-
-    def __init__(self, home: House, steps: int, step_s: float) -> None:
-        self.home, self.steps, self.step_s = home, steps, step_s
-        self._stack = contextlib.ExitStack()
-        self.loaders: dict[str, Kid] = {}
-
-    def loader(self, name: str, plan: Plan) -> Kid:
-        """Start one more loader."""
-        load_s = plan.factor * self.step_s
-        how = {"needs": plan.needs, "way": plan.way, "load_s": load_s, "last": self.steps}
-        started = self.home.start("loader", name=name, lease_s=LEASE_S, **how)
-        self.loaders[name] = kid = self._stack.enter_context(started)
-        return kid
-
-    def trainer(self, **retention: Any) -> Kid:
-        """Start the trainer."""
-        times = {"steps": self.steps, "step_s": self.step_s}
-        kept = {"keep_last": 1, **retention}
-        return self._stack.enter_context(self.home.start("trainer", retention=kept, **times))
-
-    async def published(self, trainer: Kid, limit_s: float) -> list[float]:
-        """Wait for all versions; returns how long each publish took."""
-        found = []
-        for number in range(1, self.steps + 1):
-            message = await trainer.ahear("published", limit_s)
-            assert message["number"] == number
-            found.append(message["seconds"])
-        return found
-
-    def __enter__(self) -> "Race":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
 async def _budget(folder: Path, versions: int) -> int:
     """A little less than what so many versions take: a budget that is kept to the byte."""
     folder.mkdir()
@@ -149,24 +111,31 @@ async def _race(
 ) -> None:
     budget = await _budget(folder / "size", 5)
     async with house(folder) as home:
-        with Race(home, steps, step_s) as race, Sampler(home.base) as sampler:
-            for name, plan in {**plans, **sleepers}.items():
-                race.loader(name, plan)
-            victim = race.loader("victim", Plan(2, "every", "own"))
-            trainer = race.trainer(max_bytes=budget)
-            await go(*race.loaders.values(), trainer)
+        with contextlib.ExitStack() as stack, Sampler(home.base) as sampler:
+            loaders: dict[str, Kid] = {}
+            for name, plan in {**plans, **sleepers, "victim": Plan(2, "every", "own")}.items():
+                how = {"needs": plan.needs, "way": plan.way, "load_s": plan.factor * step_s}
+                loader = home.start("loader", name=name, lease_s=LEASE_S, last=steps, **how)
+                loaders[name] = stack.enter_context(loader)
+            kept = {"keep_last": 1, "max_bytes": budget}
+            started = home.start("trainer", steps=steps, step_s=step_s, retention=kept)
+            trainer, victim = stack.enter_context(started), loaders["victim"]
+            await go(*loaders.values(), trainer)
             trained = asyncio.Event()
             asleep = [
-                asyncio.create_task(_stop_for_long(race.loaders[name], trained))
-                for name in sleepers
+                asyncio.create_task(_stop_for_long(loaders[name], trained)) for name in sleepers
             ]
             await victim.ahear("loading", 30)
             victim.child.signal(signal.SIGKILL)
             slowest = max(plan.factor for plan in plans.values()) * step_s
-            seconds = await race.published(trainer, LEASE_S + slowest + 10)
+            seconds = []
+            for number in range(1, steps + 1):
+                message = await trainer.ahear("published", LEASE_S + slowest + 10)
+                assert message["number"] == number
+                seconds.append(message["seconds"])
             await asyncio.gather(*asleep)
             for name, plan in {**plans, **sleepers}.items():
-                report = await race.loaders[name].ahear("report", 60)
+                report = await loaders[name].ahear("report", 60)
                 print(report)
                 _check_loader(report, plan, steps, slept=name in sleepers)
         print(f"most {sampler.most_bytes} of {budget} bytes in {sampler.samples} samples")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import Corrupt, Fenced, Mistake, Unavailable, UnknownOutcome
-from holdfast.ledger import Compare, Delete, Ledger, LiveRuntime, Op, Put, Txn, absent
+from holdfast.ledger import Compare, Delete, LiveRuntime, Op, Put, Txn, absent
 from holdfast.ledger.memory import MemoryLedger
 from holdfast.ledger.records import decode
 from holdfast.weights import Publisher, Retention, Subscriber, Version, write_part
@@ -24,17 +24,10 @@ from holdfast.weights.marker_book import MarkerBook
 from holdfast.weights.records import Consumer, Keys
 from holdfast.weights.sweep import Sweeper
 from patience import HANG_S, auntil
-from weights.family import House, fill, foreign, refused, weights
+from weights.family import House, fill, foreign, read, refused, weights
 from weights.ledgers import Lossy, Played, Send
 
-LIMIT_S = HANG_S
 LAST_ONE = Retention(keep_last=1)
-
-
-async def read(root: str | Path, ledger: Ledger | None, version: int) -> int:
-    """What a consumer finds under a number."""
-    async with Subscriber(root, ledger, consumer="reader") as reader, reader.pin(version) as pin:
-        return int(pin.numpy("w")[0])
 
 
 # ---- a number is published once -------------------------------------------------------
@@ -56,7 +49,7 @@ async def test_a_ticket_of_what_was_published_since_harms_nothing(
         late = await publisher.begin(5)
         await write_part(LocalDisk(), late, 0, weights(1))
         await publisher.publish(5 + newer, weights(2))
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(Mistake, match="begin"):
                 await publisher.finish(late, 1)
         assert await read(world.root, world.ledger, 5 + newer) == 2
@@ -98,7 +91,7 @@ class OneWay(MemoryLedger):
 async def test_what_was_acknowledged_while_a_new_seat_was_taken_is_kept(tmp_path: Path) -> None:
     """An acknowledgement that comes through on the old seat is known on the new one too."""
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(HANG_S),
         OneWay() as ledger,
         Publisher(tmp_path, ledger, retention=LAST_ONE) as publisher,
         Subscriber(tmp_path, ledger, consumer="r", needs="latest", lease_s=1.0) as subscriber,
@@ -340,9 +333,6 @@ async def test_a_mark_and_a_sweep_at_once(tmp_path: Path) -> None:
         assert await read(tmp_path, ledger, 0) == 0
 
 
-# ---- those who are not asked any more -------------------------------------------------
-
-
 # ---- trainers that are not ours -------------------------------------------------------
 
 
@@ -373,7 +363,7 @@ async def test_a_version_that_is_written_again_is_not_missed(tmp_path: Path) -> 
     async with subscriber:
         foreign(tmp_path / "policy", 6)
         book.number = 6
-        assert (await subscriber.wait_newer(5, LIMIT_S)).version == 6
+        assert (await subscriber.wait_newer(5, HANG_S)).version == 6
         assert not book.number
 
 

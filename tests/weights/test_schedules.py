@@ -15,7 +15,7 @@ from holdfast.weights.manifest import MARKER, STABLE
 from holdfast.weights.sweep import clear
 from holdfast.weights.writing import Ticket
 from patience import auntil
-from weights.family import fill, weights
+from weights.family import fill, read, weights
 from weights.ledgers import Lossy, Played, Send
 
 
@@ -147,11 +147,6 @@ async def _in_doubt(ledger: Lossy, publisher: Publisher) -> None:
     ledger.away = False
 
 
-async def _read(root: Path, ledger: Lossy) -> tuple[int, int]:
-    async with Subscriber(root, ledger) as subscriber, subscriber.pin() as pin:
-        return pin.number, int(pin.numpy("w")[0])
-
-
 @pytest.mark.parametrize("contents", [1, 2], ids=["same", "other"])
 async def test_a_commit_that_arrives_late_changes_nothing(tmp_path: Path, contents: int) -> None:
     """After doubt the number is published under a new epoch, so the lost commit is fenced off."""
@@ -162,7 +157,7 @@ async def test_a_commit_that_arrives_late_changes_nothing(tmp_path: Path, conten
         assert publisher.epoch > before
         (late,) = ledger.late
         assert not (await late()).succeeded
-        assert await _read(tmp_path, ledger) == (1, contents)
+        assert await read(tmp_path, ledger, 1) == contents
 
 
 async def test_a_commit_that_took_effect_is_found(tmp_path: Path) -> None:
@@ -172,7 +167,7 @@ async def test_a_commit_that_took_effect_is_found(tmp_path: Path) -> None:
         assert (await ledger.late[0]()).succeeded
         done = await publisher.publish(1, weights(1))
         assert done.version == 1
-        assert await _read(tmp_path, ledger) == (1, 1)
+        assert await read(tmp_path, ledger, 1) == 1
 
 
 async def test_doubt_takes_nothing_back(tmp_path: Path) -> None:
@@ -184,7 +179,7 @@ async def test_doubt_takes_nothing_back(tmp_path: Path) -> None:
                 await first.publish(1, weights(1))
             await second.publish(1, weights(2))
             assert not (await ledger.late[0]()).succeeded
-        assert await _read(tmp_path, ledger) == (1, 2)
+        assert await read(tmp_path, ledger, 1) == 2
 
 
 async def test_what_is_acknowledged_under_a_new_seat_is_kept(tmp_path: Path) -> None:

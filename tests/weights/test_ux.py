@@ -46,7 +46,6 @@ from weights import family
 from weights.command import rows, run
 from weights.ledgers import Lossy
 
-LIMIT_S = HANG_S
 EVERYTHING = Retention(keep_last=99)
 weights = functools.partial(family.weights, items=500)
 POWERLESS = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
@@ -242,7 +241,7 @@ async def test_a_publisher_that_waits_says_so(
     hasty = DEFAULTS.model_copy(update={"room_tell_s": 0.05})
     monkeypatch.setattr(Channel, "timeouts", hasty)
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(HANG_S),
         world.publisher(keep_last=1, max_bytes=12_000) as publisher,
         world.subscriber("stuck", needs="every") as stuck,
     ):
@@ -313,7 +312,7 @@ async def test_a_consumer_goes_on_trying_to_come_back(
 ) -> None:
     """Also after an error that is no matter of waiting: an idle replica would never return."""
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(HANG_S),
         Shut() as led,
         Publisher(tmp_path, led) as publisher,
         Subscriber(tmp_path, led, consumer="r0") as subscriber,

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from typing import Any
 
@@ -70,11 +70,6 @@ def _common(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return command
 
 
-def _lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        click.echo(line)
-
-
 def _echo(**fields: object) -> None:
     click.echo(json.dumps(fields))
 
@@ -101,7 +96,7 @@ async def ls(found: Found, as_json: bool) -> None:
             _echo(**line)
         return
     _warn_if_empty(found, overview)
-    _lines(display.overview(overview, found.path, found.ledger_name()))
+    click.echo("\n".join(display.overview(overview, found.path, found.ledger_name())))
 
 
 def _warn_if_empty(found: Found, overview: Overview) -> None:
@@ -135,7 +130,7 @@ async def show(found: Found, number: int, tensors: bool, as_json: bool) -> None:
     if as_json:
         _echo(**fields)
     else:
-        _lines(lines)
+        click.echo("\n".join(lines))
 
 
 @weights.command("verify")
@@ -243,7 +238,7 @@ async def sweep(
         _echo(type="sweep", dry_run=dry_run, retention=retention.model_dump(), **fields)
         return
     base = f"{found.channel.layout.base}/"
-    _lines(display.swept(report, before, retention, base, dry_run=dry_run))
+    click.echo("\n".join(display.swept(report, before, retention, base, dry_run=dry_run)))
 
 
 def _retention(found: Found, given: dict[str, int]) -> Retention:

@@ -131,12 +131,6 @@ def judge(number: int, files: Mapping[str, Item], stable: bytes, manifest: bytes
     return Found(ours)
 
 
-def written_until(files: Mapping[str, Item]) -> float | None:
-    """When a file was written that is newer than STABLE; None: STABLE is the newest."""
-    newest_s = max(item.mtime_s for item in files.values())
-    return newest_s if newest_s > files[STABLE].mtime_s else None
-
-
 def life(folder: str) -> str | None:
     """The consumer's name in the name of a folder that our own consumers make, or None."""
     match = _LIFE.fullmatch(folder)
@@ -242,8 +236,10 @@ class Markers:
 
     async def _is_being_written(self, files: Mapping[str, Item]) -> bool:
         """Whether a foreign trainer seems to write a version again under its old STABLE."""
-        until_s = written_until(files)
-        return until_s is not None and await self._now() < until_s + DEFAULTS.foreign_settle_s
+        newest_s = max(item.mtime_s for item in files.values())
+        if newest_s == files[STABLE].mtime_s:
+            return False
+        return await self._now() < newest_s + DEFAULTS.foreign_settle_s
 
     async def head(self) -> int | None:
         """The largest number that was ever published, as far as anybody knows."""

@@ -30,7 +30,6 @@ from holdfast.weights.writing import read_manifest
 __all__ = [
     "ConsumerRow",
     "Details",
-    "Leftover",
     "Overview",
     "VersionRow",
     "collect",

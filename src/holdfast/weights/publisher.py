@@ -315,18 +315,14 @@ class Publisher:
                 raise await self._told(error, step) from error
 
     async def _told(self, error: OSError, step: int) -> HoldfastError:
+        """What it means; on a full disk also who keeps how much, if that can be found out."""
         told = translate(error, f"version {step} was not published")
         if isinstance(told, NoRoom):
-            return NoRoom(f"{told}{await self._told_holders()}", version=step)
+            with contextlib.suppress(OSError, HoldfastError):
+                if held := (await self._sweeper.sweep(dry_run=True)).holds:
+                    told = NoRoom(f"{told}. {holders(held)}")
+            told.version = step
         return told
-
-    async def _told_holders(self) -> str:
-        """Who keeps how much on a disk that is full; empty if that cannot be found out."""
-        try:
-            held = (await self._sweeper.sweep(dry_run=True)).holds
-        except (OSError, HoldfastError):
-            return ""
-        return f". {holders(held)}" if held else ""
 
     async def _ticket(self, step: int, kind: Kind) -> Ticket:
         """Where a version is written, and what it may share files with."""

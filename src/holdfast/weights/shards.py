@@ -35,11 +35,6 @@ class Shard(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class _Sized(msgspec.Struct, frozen=True):
-    name: str
-    bytes: int
-
-
 def plan(
     sources: Sequence[Source],
     *,
@@ -58,33 +53,36 @@ def plan(
     """
     if max_shard_bytes <= 0 or small_bytes <= 0:
         raise Mistake("max_shard_bytes and small_bytes must be positive")
-    sized = [_Sized(one.name, size(one.dtype, one.shape)) for one in sources]
-    sized.sort(key=lambda one: _natural(one.name))
+    ordered = sorted(sources, key=lambda one: _natural(one.name))
     alone = rank is None and stem == ADAPTER
-    if alone or sum(one.bytes for one in sized) <= small_bytes:
-        groups = [sized] if sized else []
+    if alone or _bytes(ordered) <= small_bytes:
+        groups = [ordered] if ordered else []
     else:
-        groups = list(_groups(sized, max_shard_bytes, small_bytes))
+        groups = list(_groups(ordered, max_shard_bytes, small_bytes))
     return [
         Shard(
             _file(stem, rank, number, len(groups)),
             tuple(one.name for one in group),
-            sum(one.bytes for one in group),
+            _bytes(group),
         )
         for number, group in enumerate(groups, 1)
     ]
 
 
+def _bytes(group: Iterable[Source]) -> int:
+    return sum(size(one.dtype, one.shape) for one in group)
+
+
 def _groups(
-    sized: Sequence[_Sized], max_shard_bytes: int, small_bytes: int
-) -> Iterator[list[_Sized]]:
+    ordered: Sequence[Source], max_shard_bytes: int, small_bytes: int
+) -> Iterator[list[Source]]:
     """The contents of the files: large classes first, in natural order, then the packed ones."""
-    classes: dict[str, list[_Sized]] = {}
-    for one in sized:
+    classes: dict[str, list[Source]] = {}
+    for one in ordered:
         classes.setdefault(_DIGITS.sub("#", one.name), []).append(one)
-    small: dict[str, list[_Sized]] = {}
+    small: dict[str, list[Source]] = {}
     for name, members in classes.items():
-        if 16 * sum(one.bytes for one in members) < small_bytes:
+        if 16 * _bytes(members) < small_bytes:
             small[name] = members
         else:
             yield from _split([[one] for one in members], max_shard_bytes)
@@ -94,12 +92,12 @@ def _groups(
     yield from _split([small[name] for name in names], small_bytes)
 
 
-def _split(pieces: Sequence[list[_Sized]], limit: int) -> Iterator[list[_Sized]]:
+def _split(pieces: Sequence[list[Source]], limit: int) -> Iterator[list[Source]]:
     """Join neighbours up to the limit; a piece that is larger stays alone."""
-    joined: list[_Sized] = []
+    joined: list[Source] = []
     total = 0
     for piece in pieces:
-        length = sum(one.bytes for one in piece)
+        length = _bytes(piece)
         if joined and total + length > limit:
             yield joined
             joined, total = [], 0

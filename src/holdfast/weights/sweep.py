@@ -71,27 +71,25 @@ class Scan(msgspec.Struct):
     staging: dict[str, dict[int, int]]
     trash: dict[str, dict[int, int]]
 
-    def other(self, gone: Set[str] = frozenset()) -> Files:
+    def other(self, layout: Layout, gone: Set[str] = frozenset()) -> Files:
         """Files that count and are no versions, without the folders that are gone."""
         found: dict[int, int] = {}
-        for group in (self.drafts, self.staging, self.trash):
-            for name in group.keys() - gone:
-                found.update(group[name])
-        return found
-
-    def bytes_without(self, layout: Layout, gone: Set[str] = frozenset()) -> int:
-        """What all folders take but those that are gone; a file that several have counts once."""
-        places = [(layout.version(one), files_of(items)) for one, items in self.versions.items()]
         for path, group in (
             (layout.drafts, self.drafts),
             (layout.staging, self.staging),
             (layout.trash, self.trash),
         ):
-            places += [(f"{path}/{name}", files) for name, files in group.items()]
-        left: dict[int, int] = {}
-        for path, files in places:
-            if path not in gone:
-                left.update(files)
+            for name, files in group.items():
+                if f"{path}/{name}" not in gone:
+                    found.update(files)
+        return found
+
+    def bytes_without(self, layout: Layout, gone: Set[str] = frozenset()) -> int:
+        """What all folders take but those that are gone; a file that several have counts once."""
+        left = dict(self.other(layout, gone))
+        for one, items in self.versions.items():
+            if layout.version(one) not in gone:
+                left.update(files_of(items))
         return sum(left.values())
 
 
@@ -186,7 +184,7 @@ class Sweeper:
             self._retention,
             view.now_s,
             reserve_bytes=reserve_bytes,
-            other=scan.other(),
+            other=scan.other(self._layout),
         )
         rubbish = self._rubbish(scan, view)
         stuck: dict[str, str] = {}
@@ -236,7 +234,7 @@ class Sweeper:
         reserve_bytes: int,
     ) -> Report:
         left = [one for one in versions if one.version not in deleted]
-        other = scan.other({path.rpartition("/")[2] for path in rubbish})
+        other = scan.other(self._layout, {*rubbish})
         held = holds(left, view.pins(), view.acknowledgements(), view.now_s)
         used, budget = used_bytes(left, other), self._retention.max_bytes
         missing = max(0, used + reserve_bytes - budget) if budget else 0

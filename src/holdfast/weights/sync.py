@@ -46,20 +46,8 @@ def open_publisher(
     shard_bytes: int = SHARD_BYTES,
 ) -> "SyncPublisher":
     """Take over publishing on a channel. Close it, or use `with`."""
-
-    def make(ledger: Ledger | None) -> Publisher:
-        return Publisher(
-            root,
-            ledger,
-            channel,
-            retention,
-            name=name,
-            guards=guards,
-            shard_bytes=shard_bytes,
-            run=run,
-        )
-
-    return SyncPublisher(url, make)
+    how: Any = {"run": run, "name": name, "guards": guards, "shard_bytes": shard_bytes}
+    return SyncPublisher(url, lambda led: Publisher(root, led, channel, retention, **how))
 
 
 def open_subscriber(
@@ -74,13 +62,8 @@ def open_subscriber(
     lease_s: float = LEASE_S,
 ) -> "SyncSubscriber":
     """Join a channel as a consumer. Close it, or use `with`."""
-
-    def make(ledger: Ledger | None) -> Subscriber:
-        return Subscriber(
-            root, ledger, channel, consumer, needs=needs, address=address, run=run, lease_s=lease_s
-        )
-
-    return SyncSubscriber(url, make)
+    how: Any = {"needs": needs, "address": address, "run": run, "lease_s": lease_s}
+    return SyncSubscriber(url, lambda led: Subscriber(root, led, channel, consumer, **how))
 
 
 class _Opened(Generic[Twin]):

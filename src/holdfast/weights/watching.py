@@ -119,7 +119,7 @@ def _last(record: Consumer) -> str:
 
 async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]:
     """Yield "watching" once everything was read, then whatever happens, for ever."""
-    leases, reach = _Leases(channel), _Reach(channel)
+    asked = _Asked(channel)
     before: View | None = None
     paced = at_least_every(DEFAULTS.show_s, book.changes())
     async with contextlib.aclosing(paced) as views:
@@ -129,71 +129,59 @@ async def watch(channel: Channel, book: Book) -> AsyncGenerator[Happening, None]
                 if before is None:
                     news.append(Happening("watching"))
                 else:
-                    news += [leases.explain(one) for one in happened(before, after)]
+                    news += [asked.explain(one) for one in happened(before, after)]
                 before = after
             if before is not None and channel.has_ledger:
-                news += await leases.look(before)
-                news += await reach.look()
+                news += await asked.look(before)
             for one in news:
                 yield one
 
 
-class _Reach:
-    """Whether the ledger answers: what is silent may be quiet, or far away."""
+class _Asked:
+    """What the ledger itself says: whether it answers, and when each consumer's lease ends.
+
+    What is silent may be quiet, or far away.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._runtime = channel.runtime
         self._looked_s = float("-inf")
         self._away_since_s: float | None = None
+        self._ends_s: dict[str, float] = {}
+        self._silent: set[str] = set()
 
-    async def look(self) -> list[Happening]:
-        """Ask it something now and then; tells when it has gone and when it is back."""
-        now_s = self._runtime.now()
-        if now_s < self._looked_s + DEFAULTS.show_s:
-            return []
-        since_s, self._looked_s = self._away_since_s, now_s
+    async def look(self, view: View) -> list[Happening]:
+        """Ask now and then, and about a new consumer at once; tells what has changed."""
+        living = _living(view)
+        self._silent &= living.keys()
+        for key in self._ends_s.keys() - living.keys():
+            del self._ends_s[key]
+        due = self._runtime.now() >= self._looked_s + DEFAULTS.show_s
+        found: list[Happening] = []
+        if due or not living.keys() <= self._ends_s.keys():
+            self._looked_s = self._runtime.now()
+            for key, record in living.items():
+                with contextlib.suppress(LeaseLost, Retriable):
+                    found += await self._ask(key, record.name)
+            found += await self._reach()
+        return found
+
+    async def _reach(self) -> list[Happening]:
+        """Whether it has gone, or is back."""
+        since_s = self._away_since_s
         try:
             await self._runtime.ledger.get(self._channel.keys.head)
         except (Retriable, UnknownOutcome) as error:
             if since_s is not None:
                 return []
-            self._away_since_s = now_s
+            self._away_since_s = self._runtime.now()
             return [Happening(AWAY, detail=str(error))]
         self._away_since_s = None
         if since_s is None:
             return []
         away_s = self._runtime.now() - since_s
         return [Happening(BACK, detail=f"it was away for {away_s:.0f} s")]
-
-
-class _Leases:
-    """When each consumer's lease ends if nothing more is heard of it."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._runtime = channel.runtime
-        self._looked_s = float("-inf")
-        self._ends_s: dict[str, float] = {}
-        self._silent: set[str] = set()
-
-    async def look(self, view: View) -> list[Happening]:
-        """Ask about every lease now and then; tells who has gone silent or come back."""
-        living = _living(view)
-        self._silent &= living.keys()
-        for key in self._ends_s.keys() - living.keys():
-            del self._ends_s[key]
-        if (
-            living.keys() <= self._ends_s.keys()
-            and self._runtime.now() < self._looked_s + DEFAULTS.show_s
-        ):
-            return []
-        self._looked_s = self._runtime.now()
-        found: list[Happening] = []
-        for key, record in living.items():
-            with contextlib.suppress(LeaseLost, Retriable):
-                found += await self._ask(key, record.name)
-        return found
 
     async def _ask(self, key: str, name: str) -> list[Happening]:
         info = await self._runtime.ledger.lease_info(int(key.rpartition("-")[2]))

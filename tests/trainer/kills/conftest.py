@@ -33,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     def run(steps: int) -> Undisturbed:
         folder = tmp_path_factory.mktemp("reference")
         log = folder / "hits"
-        points = [name for name in faults.catalogue().points if not name.startswith("test.")]
+        points = [name for name in faults.catalogue() if not name.startswith("test.")]
         plan = ";".join(f"{name}:delay=0@1+" for name in points)
         with house(folder, *trainer(plan, log), policy=POLICY) as there, Audit(there) as audit:
             told = tell(there, audit, steps=steps)

@@ -46,33 +46,27 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "ModuleEngine", "Replica"]
 
 
-class Staged(events.Event, frozen=True, tag="weights.staged"):
+class _OfAVersion(events.Event, frozen=True):
+    replica: str
+    version: int
+
+
+class Staged(_OfAVersion, frozen=True, tag="weights.staged"):
     """A replica has loaded a version aside."""
 
-    replica: str
-    version: int
 
-
-class Switched(events.Event, frozen=True, tag="weights.switched"):
+class Switched(_OfAVersion, frozen=True, tag="weights.switched"):
     """A replica serves another version."""
 
-    replica: str
-    version: int
 
-
-class Failed(events.Event, frozen=True, tag="weights.failed"):
+class Failed(_OfAVersion, frozen=True, tag="weights.failed"):
     """A replica could not load a version."""
 
-    replica: str
-    version: int
     problem: str
 
 
-class Withdrawn(events.Event, frozen=True, tag="weights.withdrawn"):
+class Withdrawn(_OfAVersion, frozen=True, tag="weights.withdrawn"):
     """A replica's engine has lost what it served; the replica has taken back that it serves it."""
-
-    replica: str
-    version: int
 
 
 class Troubled(events.Event, frozen=True, tag="weights.troubled"):

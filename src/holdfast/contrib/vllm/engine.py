@@ -401,11 +401,7 @@ async def serve_vllm(
     url: str,
     *,
     run: str = "default",
-    dtype: str = "BF16",
-    tied: bool | None = None,
-    api_key: str | None = None,
     lease_s: float = LEASE_S,
-    drain_s: float = 20.0,
     engine: VllmEngine | None = None,
     process: ServerProcess | None = None,
 ) -> None:
@@ -413,14 +409,15 @@ async def serve_vllm(
 
     Whenever the server cannot be used as it is (gone, started again, beyond healing) its
     replica leaves the fleet, and joins it again when the server can be loaded. A server that
-    is left stays paused. `Mistake` when there is something else at `url`.
+    is left stays paused. `Mistake` when there is something else at `url`. Give an `engine` for a
+    server that is not like the usual one.
 
     With `process` the server is ours: it is started here, started again when it has ended or
     is beyond healing, and ends with us. Otherwise somebody else looks after it.
     """
     runtime = LiveRuntime(ledger)
     pauses = Pauses(runtime)
-    engine = engine or VllmEngine(url, dtype=dtype, tied=tied, api_key=api_key, drain_s=drain_s)
+    engine = engine or VllmEngine(url)
     place = join("servers", re.sub(r"[^A-Za-z0-9.]+", "-", engine.url))
     election = Election(runtime, place, name, ttl_s=lease_s / 2)
     async with engine, contextlib.AsyncExitStack() as stack:

@@ -40,6 +40,7 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["ServerProcess"]
 
+_NAME = "vLLM"
 _POLICY = RestartPolicy(
     well_s=DEFAULTS.server_well_s, first_s=1.0, most_s=DEFAULTS.server_pause_s, failures=0
 )
@@ -65,14 +66,12 @@ class ServerProcess:
         *,
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
-        name: str = "vLLM",
     ) -> None:
         if shutil.which(argv[0]) is None:
             raise MissingPackage(f"the program {argv[0]} was not found (install the package vllm)")
         self._argv = list(argv)
         self._env = {"VLLM_SERVER_DEV_MODE": "1", **(env or {})}
         self._log = log
-        self._name = name
         self._child: Child | None = None
 
     @contextlib.asynccontextmanager
@@ -83,7 +82,7 @@ class ServerProcess:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(self._run(ended), name=f"{self._name} runs")
+                task = group.create_task(self._run(ended), name=f"{_NAME} runs")
                 yield
                 task.cancel()
         except BaseExceptionGroup as errors:
@@ -94,23 +93,16 @@ class ServerProcess:
         while True:
             begun_s = time.monotonic()
             place = tempfile.mkdtemp(prefix="holdfast-vllm-")
-            keeper = [
-                sys.executable,
-                "-I",
-                keeper_module.__file__,
-                str(os.getpid()),
-                place,
-                *self._argv,
-            ]
+            keeper = [sys.executable, "-I", keeper_module.__file__, str(os.getpid()), place]
             env = {**self._env, "VLLM_RPC_BASE_PATH": place}
             try:
-                self._child = spawn(keeper, name=self._name, env=env, log=self._log)
+                self._child = spawn([*keeper, *self._argv], name=_NAME, env=env, log=self._log)
                 code = await asyncio.shield(self._child.exited)
             finally:
                 self.end()
                 shutil.rmtree(place, ignore_errors=True)
             ran_s = time.monotonic() - begun_s
-            events.emit(ServerEnded(name=self._name, ran_s=ran_s))
+            events.emit(ServerEnded(name=_NAME, ran_s=ran_s))
             ended()
             await asyncio.sleep(restarts.died(Death(ran_s, code)) or 0.0)
 
