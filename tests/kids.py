@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from holdfast import faults, proc
 from patience import HANG_S
 
@@ -33,6 +35,17 @@ def state(pid: int) -> str:
 def alive(pid: int) -> bool:
     """Whether a process is there and not a zombie."""
     return state(pid) not in ("", "Z", "X")
+
+
+def below(pid: int, word: str) -> list[psutil.Process]:
+    """The living processes below one whose command says `word`, in its first three words."""
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            said = " ".join(" ".join(one.cmdline()).split()[:3])
+            if word in said and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
 
 
 def points(prefix: str) -> list[str]:

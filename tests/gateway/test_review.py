@@ -29,7 +29,7 @@ from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
 from holdfast.proc.ports import reserve
 from holdfast.timeouts import Timeouts
-from patience import until
+from patience import auntil, until
 
 
 def wait_until_it_spoke(service: Service) -> None:
@@ -161,6 +161,5 @@ async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> No
             await asyncio.gather(*(ask(number) for number in range(first, first + 100)))
         left = len(asyncio.all_tasks()) - before
         hang.set()
-        while len(asyncio.all_tasks()) > before:
-            await asyncio.sleep(0.01)
+        await auntil(lambda: len(asyncio.all_tasks()) <= before)
         assert left <= 2 * 64, f"{left} tasks for callers that have left"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ from holdfast.jobs.local import LocalLauncher
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.timeouts import Timeouts
+from kids import below
 from patience import HANG_S, auntil
 
 TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
@@ -110,14 +112,9 @@ def is_running(it: Seen) -> bool:
     return it.job.state == "RUNNING" and it.lives
 
 
-def trainers(word: str = "toy.py") -> list[psutil.Process]:
+def trainers() -> list[psutil.Process]:
     """The trainers below this process."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if word in " ".join(one.cmdline()):
-                found.append(one)
-    return found
+    return below(os.getpid(), "toy.py")
 
 
 async def left_running(jobs: Jobs, lease_s: float = 60.0) -> tuple[Seen, int]:

@@ -15,7 +15,7 @@ from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.overview import Overview, look
 from holdfast.rendezvous.records import Cause, Closer, Cycle, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
-from patience import HANG_S
+from patience import HANG_S, auntil
 
 RUN = "r"
 KEYS = Keys(RUN)
@@ -193,9 +193,7 @@ class Meeting:
 
     async def closer(self) -> str:
         """Wait until a node looks after the cycle; its name."""
-        async with asyncio.timeout(HANG_S):
-            while (entry := await self.ledger.get(KEYS.closer)) is None:
-                await asyncio.sleep(0.01)
+        entry = await auntil(lambda: self.ledger.get(KEYS.closer), "a closer")
         return decode(Closer, entry).node
 
     def two_work(self) -> bool:
