@@ -16,8 +16,8 @@ from holdfast.jobs.note import Note, find_service, leave_note
 from holdfast.jobs.records import Host, Keys
 from holdfast.ledger import Delete, Ledger, LiveRuntime
 from holdfast.ledger.records import put
-from jobs.hosts import Through
 from patience import HANG_S, auntil
+from through import Through
 
 
 class Clock:

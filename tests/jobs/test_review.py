@@ -12,8 +12,9 @@ from holdfast.errors import Unavailable, UnknownOutcome
 from holdfast.jobs.records import Job
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Ledger
-from jobs.hosts import Through, host, is_running, trainers, until, until_state
+from jobs.hosts import host, is_running, trainers, until, until_state
 from patience import HANG_S, auntil
+from through import Through
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from holdfast import proc
 from holdfast.chaos.proxy import ProxyThread
 from holdfast.servers import EtcdCluster
 from kids import alive
@@ -42,7 +41,7 @@ class Storm:
     def kill(self, blow: str, *names: str) -> None:
         """Kill agents, see that training goes on, and start them again under their names."""
         agents = [self.here.agents[name] for name in names]
-        self.blow(blow, lambda: _signal(signal.SIGKILL, agents))
+        self.blow(blow, lambda: [agent.signal_alone(signal.SIGKILL) for agent in agents])
         for name in names:
             self.start(name)
         self.all_there()
@@ -65,11 +64,6 @@ class Storm:
     def all_there(self) -> None:
         """Four work, two wait."""
         self.here.until("four and two", lambda: len(self.spares()) == 2, 90)
-
-
-def _signal(number: int, agents: list[proc.Child]) -> None:
-    for agent in agents:
-        agent.signal_alone(number)
 
 
 def _stop(pids: list[int]) -> None:
