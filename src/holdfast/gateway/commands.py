@@ -266,12 +266,10 @@ async def _own_key(asked: _Given, note: Note | None) -> str:
             await book.allow_commands(asked.only_account)
         else:
             await book.forbid_commands()
-        parts = split_key(note.key) if note is not None and note.account == account else None
-        if note is not None and parts is not None:
-            accounts = [there for there in await book.all() if there.name == account]
-            known = {one.id for there in accounts for one in there.keys}
-            if parts[0] in known:
-                return note.key
+        parts = split_key(note.key) if note is not None else None
+        mine = [there.keys for there in await book.all() if there.name == account]
+        if note and parts and any(one.id == parts[0] for keys in mine for one in keys):
+            return note.key
         return (await book.add_key(account))[0]
 
 
