@@ -24,7 +24,6 @@ from holdfast.gateway.routes import Routes
 from holdfast.gateway.serve import Part
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
-from holdfast.jobs.logs import Logs
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
 from holdfast.proc.ports import reserve
@@ -125,7 +124,7 @@ async def test_the_default_job_is_not_missing_because_a_watch_lags(tmp_path: Pat
         async def announce(account: str, job: str) -> None:
             await book.set_default(account, job)
 
-        front = Front(guests, routes, desk, Api(jobs, Logs(tmp_path), announce))
+        front = Front(guests, routes, desk, Api(jobs, tmp_path, announce))
         server = Server(front.handle)
         await server.start("127.0.0.1", 0)
         try:
