@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from holdfast import proc
 from holdfast.chaos.proxy import ProxyThread
 from holdfast.servers import EtcdCluster
-from kids import alive
 
 from .cluster import SCRIPT, Cluster, Commits, descendants, there
 
@@ -41,7 +41,7 @@ class Storm:
     def kill(self, blow: str, *names: str) -> None:
         """Kill agents, see that training goes on, and start them again under their names."""
         agents = [self.here.agents[name] for name in names]
-        self.blow(blow, lambda: [agent.signal_alone(signal.SIGKILL) for agent in agents])
+        self.blow(blow, lambda: _signal(signal.SIGKILL, agents))
         for name in names:
             self.start(name)
         self.all_there()
@@ -64,6 +64,16 @@ class Storm:
     def all_there(self) -> None:
         """Four work, two wait."""
         self.here.until("four and two", lambda: len(self.spares()) == 2, 90)
+
+
+def _signal(number: int, agents: list[proc.Child]) -> None:
+    for agent in agents:
+        agent.signal_alone(number)
+
+
+def running(pids: list[int]) -> list[int]:
+    """Those that run, zombies left out."""
+    return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
 
 
 def _stop(pids: list[int]) -> None:
@@ -90,7 +100,7 @@ def _play(storm: Storm) -> None:
     workers = list(here.workers(asleep).values())
     agent = here.agents[asleep].pid
     storm.blow("stop an agent", lambda: _stop([agent]))
-    assert not any(map(alive, workers)), "workers live on"
+    assert not running(workers), "workers live on"
     storm.all_there()
     node = here.agents[here.members()[2]].pid
     storm.blow("stop a whole node", lambda: _stop([*descendants(node), node]))
@@ -154,7 +164,7 @@ def test_storm_on_etcd_with_a_cut_node_and_a_dead_member(
         assert "n1" in here.members()
         workers = list(here.workers("n1").values())
         storm.blow("cut a node off from the ledger", lambda: [way.do(_cut) for way in ways])
-        here.until("its workers stopped", lambda: not any(map(alive, workers)))
+        here.until("its workers stopped", lambda: not running(workers))
         for way in ways:
             way.do(lambda proxy: proxy.heal())
         storm.all_there()
