@@ -13,6 +13,7 @@ import pytest
 from holdfast import proc
 from holdfast.chaos.proxy import ProxyThread
 from holdfast.servers import EtcdCluster
+from kids import alive
 
 from .cluster import SCRIPT, Cluster, Commits, descendants, there
 
@@ -71,11 +72,6 @@ def _signal(number: int, agents: list[proc.Child]) -> None:
         agent.signal_alone(number)
 
 
-def running(pids: list[int]) -> list[int]:
-    """Those that run, zombies left out."""
-    return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
-
-
 def _stop(pids: list[int]) -> None:
     """Stop processes for longer than their lease lasts."""
     for pid in pids:
@@ -100,7 +96,7 @@ def _play(storm: Storm) -> None:
     workers = list(here.workers(asleep).values())
     agent = here.agents[asleep].pid
     storm.blow("stop an agent", lambda: _stop([agent]))
-    assert not running(workers), "workers live on"
+    assert not any(map(alive, workers)), "workers live on"
     storm.all_there()
     node = here.agents[here.members()[2]].pid
     storm.blow("stop a whole node", lambda: _stop([*descendants(node), node]))
@@ -164,7 +160,7 @@ def test_storm_on_etcd_with_a_cut_node_and_a_dead_member(
         assert "n1" in here.members()
         workers = list(here.workers("n1").values())
         storm.blow("cut a node off from the ledger", lambda: [way.do(_cut) for way in ways])
-        here.until("its workers stopped", lambda: not running(workers))
+        here.until("its workers stopped", lambda: not any(map(alive, workers)))
         for way in ways:
             way.do(lambda proxy: proxy.heal())
         storm.all_there()
