@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A ledger of this test alone."""
+    return f"sqlite:///{tmp_path}/ledger.db"
+
+
 @pytest.fixture(scope="session")
 def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real etcd. Each test keeps to a prefix of its own."""

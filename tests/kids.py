@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from holdfast import faults, proc
 from patience import HANG_S
 
@@ -41,6 +43,17 @@ def be(*children: Callable[..., Any]) -> None:
     result = act(**json.loads(sys.argv[2]))
     if asyncio.iscoroutine(result):
         asyncio.run(result)
+
+
+def below(pid: int, word: str) -> list[psutil.Process]:
+    """The living processes below one whose command says `word`, in its first three words."""
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            said = " ".join(" ".join(one.cmdline()).split()[:3])
+            if word in said and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+    return found
 
 
 def points(prefix: str) -> list[str]:

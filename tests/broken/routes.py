@@ -84,14 +84,14 @@ class _Late(Host):
     async def _publish(self, job: Job, address: str) -> None:
         async def late() -> None:
             await self._runtime.sleep(5 * self._runtime.random.random())
-            await self._jobs.update(
+            await self.jobs.update(
                 job.account,
                 job.id,
                 lambda it: decide.ready(
                     msgspec.structs.replace(it.job, state="CREATING"),
                     it.job.epoch,
                     address,
-                    self._jobs.wall(),
+                    self.jobs.wall(),
                 ),
             )
 

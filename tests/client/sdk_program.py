@@ -86,13 +86,13 @@ class Library:
         owner = import_module(module)
         kept = getattr(owner, name)
         delattr(owner, name)
-        tinker._classes.cache_clear()
+        tinker._service_class.cache_clear()
         try:
             target = Target.of("http://127.0.0.1:9", api_key="tml-x")
             (tinker if self.name == "tinker" else fireworks).connect(target)
         finally:
             setattr(owner, name, kept)
-            tinker._classes.cache_clear()
+            tinker._service_class.cache_clear()
 
     def close(self) -> None:
         """Let go of everything."""

@@ -23,7 +23,7 @@ from holdfast.errors import HoldfastError, Mistake, TimedOut, TooLarge
 from holdfast.retry import Policy
 from holdfast.timeouts import Timeouts
 from jobs.counting_trainer import Reply, problem, reply
-from patience import HANG_S
+from patience import HANG_S, auntil
 
 from .dumb import ACCOUNT, JOB, KEY, LOST, QUICK, Dumb, operation, verified
 from .library import PYTHON
@@ -102,11 +102,9 @@ async def test_an_answer_is_newer_than_the_doubt(dumb: Dumb) -> None:
     control = dumb.plane(timeout_s=20)
     async with asyncio.timeout(HANG_S):
         first = asyncio.create_task(control.state())
-        while dumb.asked < 1:
-            await asyncio.sleep(0.01)
+        await auntil(lambda: dumb.asked == 1)
         later = [asyncio.create_task(control.state()) for _ in range(9)]
-        while dumb.asked < 2:
-            await asyncio.sleep(0.01)
+        await auntil(lambda: dumb.asked == 2)
         later[0].cancel()
         go.set()
         assert await first == "RUNNING"

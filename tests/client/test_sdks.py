@@ -6,7 +6,6 @@ tests tell it; the trainer is a process of its own, too.
 
 import asyncio
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from holdfast import ledger as ledgers
 from holdfast.loopthread import LoopThread
+from holdfast.machine import listeners
 from holdfast.proc import HeldPort, spawn
 from jobs import counts
 from jobs.counting_trainer import Reply, reply
@@ -68,14 +68,6 @@ class Library:
         return [one.op for one in done[model]]
 
 
-def listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
-
-
 @pytest.fixture(scope="module", params=["tinker", "fireworks"])
 def process(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -101,7 +93,7 @@ def process(
         env["PORT"] = str(port)
         trainer = stack.enter_context(spawn(program, env=env, log=folder / "trainer.log"))
         child = stack.enter_context(started(request.param))
-        trainer.wait_until(lambda: listens(port))
+        trainer.wait_until(lambda: bool(listeners(port)))
         loop = LoopThread("gateway")
         stack.callback(loop.stop)
         dumb = Dumb(over_http(port), key=KEYS[request.param])

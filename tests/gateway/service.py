@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from holdfast import proc
+from kids import below
 from patience import HANG_S, until
 
 TOY = f"{sys.executable} -u {Path(__file__).parents[1] / 'jobs' / 'toy.py'}"
@@ -115,13 +116,7 @@ class Service:
 
     def processes(self, word: str) -> list[psutil.Process]:
         """Processes below this service whose command says `word`."""
-        found = []
-        for one in psutil.Process(self.child.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                line = " ".join(one.cmdline()).split()
-                if word in " ".join(line[:3]) and one.status() != psutil.STATUS_ZOMBIE:
-                    found.append(one)
-        return found
+        return below(self.child.pid, word)
 
     def kill(self, word: str) -> int:
         """SIGKILL for one of them; returns its pid."""

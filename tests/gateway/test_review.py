@@ -24,12 +24,11 @@ from holdfast.gateway.routes import Routes
 from holdfast.gateway.serve import Part
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
-from holdfast.jobs.logs import Logs
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import LiveRuntime
 from holdfast.proc.ports import reserve
 from holdfast.timeouts import Timeouts
-from patience import until
+from patience import auntil, until
 
 
 def wait_until_it_spoke(service: Service) -> None:
@@ -125,7 +124,7 @@ async def test_the_default_job_is_not_missing_because_a_watch_lags(tmp_path: Pat
         async def announce(account: str, job: str) -> None:
             await book.set_default(account, job)
 
-        front = Front(guests, routes, desk, Api(jobs, Logs(tmp_path), announce))
+        front = Front(guests, routes, desk, Api(jobs, tmp_path, announce))
         server = Server(front.handle)
         await server.start("127.0.0.1", 0)
         try:
@@ -161,6 +160,5 @@ async def test_readings_are_bounded_while_the_ledger_hangs(tmp_path: Path) -> No
             await asyncio.gather(*(ask(number) for number in range(first, first + 100)))
         left = len(asyncio.all_tasks()) - before
         hang.set()
-        while len(asyncio.all_tasks()) > before:
-            await asyncio.sleep(0.01)
+        await auntil(lambda: len(asyncio.all_tasks()) <= before)
         assert left <= 2 * 64, f"{left} tasks for callers that have left"

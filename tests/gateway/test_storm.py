@@ -18,6 +18,7 @@ from holdfast.client.target import Target
 from holdfast.errors import HoldfastError
 from holdfast.servers import EtcdServer
 from jobs import counts
+from patience import auntil
 from trainer import journaled
 
 KINDS = ("gateway", "host_process")
@@ -63,8 +64,7 @@ async def storm(
     async with asyncio.TaskGroup() as group:
         for number in range(callers):
             group.create_task(load.call(number))
-        while min(len(load.done), callers) < callers:
-            await asyncio.sleep(0.05)
+        await auntil(lambda: len(load.done) >= callers, "everybody is served", 600)
         while sum(killed.values()) < kills:
             await asyncio.sleep(luck.uniform(0.3, 1.5))
             kind = luck.choice([*KINDS, WORDS[trainer]])
@@ -72,9 +72,7 @@ async def storm(
                 await asyncio.to_thread(service.kill, kind)
                 killed[kind] += 1
         load.calm_since = time.monotonic()
-        async with asyncio.timeout(120):
-            while len(load.calm) < callers:
-                await asyncio.sleep(0.05)
+        await auntil(lambda: len(load.calm) >= callers, "everybody is served again", 120)
         load.over.set()
     return load, killed
 

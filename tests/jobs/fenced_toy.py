@@ -1,6 +1,5 @@
 """A trainer of a few lines behind the fence: answers with the path and headers that came in."""
 
-import asyncio
 import json
 import os
 from typing import Any
@@ -11,8 +10,6 @@ from holdfast.jobs.fence import Fence, Incarnation
 
 
 async def app(scope: Any, _receive: Any, send: Any) -> None:
-    if scope["path"].endswith("retrieve_future"):
-        await asyncio.sleep(3600)
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
     body = json.dumps({"path": scope["path"], "headers": headers}).encode()
     await send({"type": "http.response.start", "status": 200, "headers": []})

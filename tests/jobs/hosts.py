@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import gc
-import inspect
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,11 @@ from holdfast.jobs.local import LocalLauncher
 from holdfast.jobs.store import Jobs, Seen
 from holdfast.ledger import Ledger, LiveRuntime
 from holdfast.timeouts import Timeouts
+from kids import below
 from patience import HANG_S, auntil
 
 TOY = f"{sys.executable} -u {Path(__file__).parent / 'toy.py'}"
 BUDGET = decide.Budget(restarts=3, base_s=0.05, max_s=0.2)
-
-
-Hook = Callable[[str, tuple[Any, ...]], Awaitable[None]]
-"""It hears which call of the ledger it is, and what was given to it."""
-
-
-class Through:
-    """A ledger whose calls can be held up or fail, before they are made or after."""
-
-    def __init__(self, real: Any, *, before: Hook | None = None, after: Hook | None = None):
-        self._real, self._before, self._after = real, before, after
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not inspect.iscoroutinefunction(found):
-            return found
-
-        async def call(*given: Any, **more: Any) -> Any:
-            if self._before is not None:
-                await self._before(name, given)
-            result = await found(*given, **more)
-            if self._after is not None:
-                await self._after(name, given)
-            return result
-
-        return call
 
 
 @contextlib.asynccontextmanager
@@ -110,14 +85,9 @@ def is_running(it: Seen) -> bool:
     return it.job.state == "RUNNING" and it.lives
 
 
-def trainers(word: str = "toy.py") -> list[psutil.Process]:
+def trainers() -> list[psutil.Process]:
     """The trainers below this process."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if word in " ".join(one.cmdline()):
-                found.append(one)
-    return found
+    return below(os.getpid(), "toy.py")
 
 
 async def left_running(jobs: Jobs, lease_s: float = 60.0) -> tuple[Seen, int]:

@@ -9,7 +9,6 @@ import pytest
 from holdfast.jobs.api import BODY_BYTES, Api, Reply, Request
 from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.local import log_file
-from holdfast.jobs.logs import Logs
 from holdfast.jobs.records import Checkpoint, Host
 from holdfast.jobs.store import Jobs
 from holdfast.ledger.records import put
@@ -49,7 +48,7 @@ def api(jobs: Jobs, tmp_path: Path, announced: list[tuple[str, str]]) -> Api:
     async def announce(account: str, job: str) -> None:
         announced.append((account, job))
 
-    return Api(jobs, Logs(tmp_path), announce)
+    return Api(jobs, tmp_path, announce)
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from holdfast.jobs.fence import Incarnation
 from holdfast.jobs.records import Keys
 from holdfast.jobs.store import Jobs
 from holdfast.ledger import Ledger, LiveRuntime, Put
-from jobs.hosts import Through, left_running
+from jobs.hosts import left_running
+from through import Through
 
 
 async def test_of_many_who_create_one_does(jobs: Jobs) -> None:

@@ -1,5 +1,6 @@
 """Several nodes on one machine: real agents of `holdfast launch` on addresses of their own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from holdfast import ledger, proc
 from holdfast.ledger.records import decode
@@ -34,17 +37,9 @@ def holdfast(
 
 def descendants(pid: int) -> list[int]:
     """The processes below one, whatever their groups."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        try:
-            children = Path(f"/proc/{one}/task/{one}/children").read_text().split()
-        except FileNotFoundError:
-            continue
-        found += map(int, children)
-        waiting += map(int, children)
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 class Commits:

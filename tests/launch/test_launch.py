@@ -13,11 +13,6 @@ SPARE = ["--spares", "1"]
 QUICK = ["--lease", "2", "--last-call", "1", "--grace", "2", "--no-warm"]
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/ledger.db"
-
-
 def shell(text: str) -> tuple[str, ...]:
     return ("--no-python", "sh", "-c", text)
 

@@ -183,14 +183,14 @@ def test_a_terminal_that_went_away_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_names_are_safe(tmp_path: Path, terminal: Terminal) -> None:
-    """A run's name cannot lead out of the folder; the prefix takes torchrun's template."""
-    logs = Logs(folder=tmp_path, prefix="[${role_name}${local_rank}]:", out_fd=terminal.fd)
-    cycle = logs.cycle(make_seat(1, run="../../x", first_rank=5, world_size=6))
+    """A run's name cannot lead out of the folder; files and lines have the rank in the run."""
+    seat = make_seat(1, run="../../x", first_rank=5, world_size=6)
+    cycle = Logs(folder=tmp_path, out_fd=terminal.fd).cycle(seat)
     assert cycle.folder.parent.parent == tmp_path
     assert stdout(cycle).name == "rank_5.stdout"
     stdout(cycle).write_bytes(b"x\n")
     cycle.close()
-    assert terminal.close() == b"[default0]:x\n"
+    assert terminal.close() == b"[rank5]:x\n"
     (tmp_path / "file").touch()
     with pytest.raises((Mistake, Denied), match="log folder"):
         Logs(folder=tmp_path / "file").cycle(make_seat(1))

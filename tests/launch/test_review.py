@@ -22,7 +22,6 @@ from holdfast.launch.logs import CycleLogs, Logs, Streams
 from holdfast.launch.spec import Seat, Spec
 from holdfast.launch.warden import Warden, boottime_s
 from holdfast.launch.workers import Workers
-from holdfast.ledger.base import Ledger
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rendezvous.overview import say
 from holdfast.rendezvous.records import Cause, Keys, Place, Rules
@@ -31,6 +30,7 @@ from kids import alive
 from launch.node import numbers
 from patience import HANG_S, auntil
 from rendezvous.meeting import RUN, working
+from through import Through
 
 DEAF = "trap '' TERM; echo $$ >> FOLDER/pids; while :; do sleep 0.05; done"
 
@@ -216,32 +216,19 @@ def test_a_terminal_that_has_gone_away_ends_no_node(monkeypatch: pytest.MonkeyPa
 # ---- draining ------------------------------------------------------------------------------
 
 
-class _NoAnswer:
-    """Transactions take effect; the answer to the first comes when `late` is over, as none."""
-
-    def __init__(self, under: Ledger, late: Any) -> None:
-        self._under, self._late = under, late
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._under, name)
-
-    async def txn(self, *args: Any) -> object:
-        done = await self._under.txn(*args)
-        if self._late is not None:
-            late, self._late = self._late, None
-            await late()
-            raise UnknownOutcome("no answer")
-        return done
-
-
 async def test_draining_at_once_costs_one_cycle_and_says_when(tmp_path: Path) -> None:
     """Also when the answer is lost, and the next cycle runs before anybody looks again."""
     async with working(f"sqlite:///{tmp_path}/ledger.db") as here:
+        lost: list[str] = []
 
-        async def late() -> None:
-            await here.cycles(2, "n1")
+        async def late(name: str, _: object) -> None:
+            if name == "txn" and not lost:
+                lost.append(name)
+                await here.cycles(2, "n1")
+                raise UnknownOutcome("no answer")
 
-        runtime = LiveRuntime(cast(Ledger, _NoAnswer(here.ledger, late)))
+        through: Any = Through(here.ledger, after=late)
+        runtime = LiveRuntime(through)
         cycle = (await here.look()).cycle
         await commands._next_cycle(runtime, Keys(RUN), cycle, Cause(kind="drained", node="n0"))
         view = await here.look()

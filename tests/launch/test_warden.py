@@ -52,12 +52,10 @@ class Agent:
         return [self.warden, *self.workers, *self.warm, *self.grandchildren]
 
     def read(self) -> dict[str, Any]:
+        """What it says next."""
         assert self.process.process.stdout is not None
-        line = self.process.process.stdout.readline()
-        assert line, "the agent ended"
-        found = json.loads(line)
-        assert isinstance(found, dict)
-        return found
+        said: dict[str, Any] = json.loads(self.process.process.stdout.readline())
+        return said
 
 
 @pytest.fixture

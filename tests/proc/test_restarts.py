@@ -12,35 +12,22 @@ OWN = Death(1.0, 1, "said before\nboom")
 
 
 @pytest.mark.parametrize(
-    ("deaths", "waits"),
+    ("_what", "deaths", "waits"),
     [
-        ([KILLED] * 6, [0.0, 0.1, 0.2, 0.3, 0.3, 0.3]),
-        ([KILLED, KILLED, Death(10.0, -9), KILLED], [0.0, 0.1, 0.0, 0.1]),
-        ([OWN] * 3, [0.0, 0.1, None]),
-        ([OWN, KILLED, OWN, KILLED, OWN], [0.0, 0.1, 0.2, 0.3, None]),
-        ([OWN, OWN, Death(1.0, 1, "else"), OWN, OWN], [0.0, 0.1, 0.2, 0.3, 0.3]),
-        ([Death(1.0, 1, f"pid {n} at 0x{n:x}") for n in (7, 8, 900)], [0.0, 0.1, None]),
-        ([Death(1.0, 1, "boom", step) for step in (1, 1, 2, 2, 2)], [0.0, 0.1, 0.0, 0.1, None]),
-        ([Death(11.0, 1, "boom")] * 5, [0.0] * 5),
-        ([Death(1.0, PASSING, "the ledger is away")] * 5, [0.0, 0.1, 0.2, 0.3, 0.3]),
-        ([Death(1.0, 0)] * 4, [0.0, 0.1, 0.2, 0.3]),
-        ([Death(1.0, 1)] * 3, [0.0, 0.1, None]),
-    ],
-    ids=[
-        "killed again and again",
-        "a long life is progress",
-        "the same error",
-        "kills in between neither count nor excuse",
-        "different errors",
-        "numbers do not make another error",
-        "steps are progress",
-        "long lives",
-        "trouble elsewhere",
-        "ends well",
-        "says nothing",
+        ("killed again and again", [KILLED] * 6, [0.0, 0.1, 0.2, 0.3, 0.3, 0.3]),
+        ("long life", [KILLED, KILLED, Death(10.0, -9), KILLED], [0.0, 0.1, 0.0, 0.1]),
+        ("the same error", [OWN] * 3, [0.0, 0.1, None]),
+        ("kills between", [OWN, KILLED, OWN, KILLED, OWN], [0.0, 0.1, 0.2, 0.3, None]),
+        ("others", [OWN, OWN, Death(1.0, 1, "else"), OWN, OWN], [0.0, 0.1, 0.2, 0.3, 0.3]),
+        ("numbers", [Death(1.0, 1, f"pid {n} at 0x{n:x}") for n in (7, 8, 900)], [0.0, 0.1, None]),
+        ("steps", [Death(1.0, 1, "boom", n) for n in (1, 1, 2, 2, 2)], [0.0, 0.1, 0.0, 0.1, None]),
+        ("long lives", [Death(11.0, 1, "boom")] * 5, [0.0] * 5),
+        ("trouble elsewhere", [Death(1.0, PASSING, "away")] * 5, [0.0, 0.1, 0.2, 0.3, 0.3]),
+        ("ends well", [Death(1.0, 0)] * 4, [0.0, 0.1, 0.2, 0.3]),
+        ("says nothing", [Death(1.0, 1)] * 3, [0.0, 0.1, None]),
     ],
 )
-def test_deaths_are_answered(deaths: list[Death], waits: list[float | None]) -> None:
+def test_deaths_are_answered(_what: str, deaths: list[Death], waits: list[float | None]) -> None:
     """At once, then later and later; given up for one's own repeated error only."""
     restarts = Restarts(POLICY)
     assert [restarts.died(death) for death in deaths] == [

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any
 
 from holdfast import ledger
 from holdfast.errors import LeaseLost, Retriable, Unavailable, UnknownOutcome
@@ -15,7 +15,8 @@ from holdfast.rendezvous.closer import Duty
 from holdfast.rendezvous.overview import Overview, look
 from holdfast.rendezvous.records import Cause, Closer, Cycle, Keys, Node, Rules
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
-from patience import HANG_S
+from patience import HANG_S, auntil
+from through import Through
 
 RUN = "r"
 KEYS = Keys(RUN)
@@ -67,20 +68,6 @@ class Crew:
         self._leave.set()
 
 
-class _Silenced:
-    """A ledger that a killed process no longer reaches, not even to end its lease."""
-
-    def __init__(self, under: Ledger) -> None:
-        self._under = under
-        self.dead = False
-
-    def __getattr__(self, name: str) -> object:
-        return self._refuse if self.dead else getattr(self._under, name)
-
-    async def _refuse(self, *_: object, **__: object) -> None:
-        raise Unavailable("killed")
-
-
 class Attendee:
     """One node; `task` is its agent, with the run's end as its result."""
 
@@ -90,13 +77,18 @@ class Attendee:
         self.rendezvous: Rendezvous | None = None
         self._meeting = meeting
         self._node = Node(cycle=0, address=name, port=1, slots=1, infra_rank=infra_rank)
-        self._ledger = _Silenced(meeting.ledger)
+        self._dead = False
+        self._ledger: Any = Through(meeting.ledger, before=self._refuse)
         self.task = asyncio.create_task(self._attend(), name=name)
+
+    async def _refuse(self, *_: object) -> None:
+        if self._dead:  # it reaches its ledger no more, not even to end its lease
+            raise Unavailable("killed")
 
     async def _attend(self) -> Cycle | None:
         meeting = self._meeting
         while True:
-            runtime = LiveRuntime(cast(Ledger, self._ledger))
+            runtime = LiveRuntime(self._ledger)
             try:
                 async with Rendezvous(
                     runtime,
@@ -127,7 +119,7 @@ class Attendee:
 
     async def kill(self) -> None:
         """Gone without a word: what it had ends with its lease."""
-        self._ledger.dead = True
+        self._dead = True
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
@@ -193,9 +185,7 @@ class Meeting:
 
     async def closer(self) -> str:
         """Wait until a node looks after the cycle; its name."""
-        async with asyncio.timeout(HANG_S):
-            while (entry := await self.ledger.get(KEYS.closer)) is None:
-                await asyncio.sleep(0.01)
+        entry = await auntil(lambda: self.ledger.get(KEYS.closer), "a closer")
         return decode(Closer, entry).node
 
     def two_work(self) -> bool:

@@ -12,7 +12,7 @@ from holdfast.errors import Mistake
 from holdfast.rendezvous.ranks import Ready, assign
 from holdfast.rendezvous.records import Member, Node, Rules
 
-from .cycles import names
+from .cycles import names, numbered
 
 
 def node(
@@ -22,31 +22,13 @@ def node(
     return Ready(name, life, record)
 
 
-def some(*numbers: int, domain: str = "n", first: int = 0) -> list[Ready]:
-    """n3, or b3 in the domain b, is the fourth to come."""
-    return [node(f"{domain}{i}", first + i, first + i, domain) for i in numbers]
+def some(text: str) -> list[Ready]:
+    """Nodes, in the order of their places and of their coming; the first letter is the domain."""
+    return [node(name, at, at, name[0]) for at, name in enumerate(text.split())]
 
 
 def members(*names: str) -> list[Member]:
     return [Member(name, 1, 1, name, 1, name[0]) for name in names]
-
-
-def test_order_of_arrival_without_infra_ranks() -> None:
-    """Whoever came first has rank 0."""
-    ready = [node("b", 5), node("a", 9), node("c", 2)]
-    assert names(assign(ready, (), Rules(minimum=3, maximum=3))) == ["c", "b", "a"]
-
-
-def test_infra_rank_decides_and_those_without_come_last() -> None:
-    """The scheduler's order counts, not who was faster."""
-    ready = [node("late", 9, 0), node("none", 1), node("two", 3, 2), node("one", 4, 1)]
-    assert names(assign(ready, (), Rules(minimum=4, maximum=4))) == ["late", "one", "two", "none"]
-
-
-def test_the_same_infra_rank_twice_is_no_reason_to_fail() -> None:
-    """Arrival decides between them."""
-    ready = [node("a", 5, 0), node("b", 4, 0)]
-    assert names(assign(ready, (), Rules(minimum=2, maximum=2))) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +36,8 @@ def test_the_same_infra_rank_twice_is_no_reason_to_fail() -> None:
 )
 def test_spares_are_kept_back_while_the_minimum_holds(ready: int, active: int | None) -> None:
     """--nnodes 2:5 --spares 1: one of up to five is kept back; nodes beyond five are spares."""
-    seating = assign(some(*range(ready)), (), Rules(minimum=2, maximum=5, spares=1))
+    all_ready = some(" ".join(numbered(range(ready))))
+    seating = assign(all_ready, (), Rules(minimum=2, maximum=5, spares=1))
     if active is None:
         assert seating is None
     else:
@@ -63,62 +46,49 @@ def test_spares_are_kept_back_while_the_minimum_holds(ready: int, active: int | 
         assert seating.spares == tuple(f"n{i}" for i in range(active, ready))
 
 
-FOUR = members("n0", "n1", "n2", "n3")
+FOUR, IN_PAIRS = members("n0", "n1", "n2", "n3"), members("a0", "a1", "b0", "b1")
+ONE_KEPT_BACK, TWO_TO_FOUR = Rules(minimum=2, maximum=4, spares=1), Rules(minimum=2, maximum=4)
+IN_TWOS = Rules(minimum=2, maximum=6, segment=2)
+SPARE_AND_N2 = [node("spare", 1, 0), node("n2", 9, 9)]
+ARRIVED = [node("b", 5), node("a", 9), node("c", 2)]
+MIXED = [node("late", 9, 0), node("none", 1), node("two", 3, 2), node("one", 4, 1)]
+NEIGHBOURS = [node("a0", 1, None, "a"), node("b0", 2, None, "b"), node("a1", 3, None, "a")]
 
 
-def test_survivors_keep_their_ranks_and_a_spare_takes_the_freed_one() -> None:
-    """Also when the spare's infra_rank would put it elsewhere, and above the minimum."""
-    four, two = Rules(minimum=4, maximum=4), Rules(minimum=2, maximum=4, spares=1)
-    assert names(assign(some(0, 2, 3, 5), FOUR, four)) == ["n0", "n5", "n2", "n3"]
-    assert names(assign(some(0, 2, 3), FOUR[:3], two)) == ["n0", "n3", "n2"]
+def exactly(count: int, segment: int = 1) -> Rules:
+    return Rules(minimum=count, maximum=count, segment=segment)
 
 
-def test_when_ranks_are_fewer_the_last_ones_move() -> None:
-    """Four become three: whoever held rank 3 fills the gap."""
-    rules = Rules(minimum=2, maximum=4)
-    assert names(assign(some(0, 2, 3), FOUR, rules)) == ["n0", "n3", "n2"]
-
-
-def test_a_former_member_goes_before_a_spare() -> None:
-    """A node that held a rank that no longer exists is preferred to one that held none."""
-    ready = [node("spare", 1, 0), node("n2", 9, 9)]
-    assert names(assign(ready, FOUR[:3], Rules(minimum=1, maximum=1))) == ["n2"]
-
-
-PAIRS = Rules(minimum=4, maximum=4, segment=2)
-IN_PAIRS = members("a0", "a1", "b0", "b1")
-
-
-def test_a_segment_comes_from_one_domain_and_the_rest_are_spares() -> None:
-    """A domain that cannot fill a segment gives no node at all."""
-    ready = some(0, 1, 2, domain="a") + some(0, 1, domain="b", first=10)
-    ready += some(0, domain="c", first=20)
-    seating = assign(ready, (), Rules(minimum=2, maximum=6, segment=2))
-    assert names(seating) == ["a0", "a1", "b0", "b1"]
+@pytest.mark.parametrize(
+    ("_what", "ready", "former", "rules", "wanted", "spares"),
+    [
+        ("whoever came first", ARRIVED, (), exactly(3), "c b a", ""),
+        ("the scheduler's order, then the rest", MIXED, (), exactly(4), "late one two none", ""),
+        ("one place twice", [node("a", 5, 0), node("b", 4, 0)], (), exactly(2), "b a", ""),
+        ("a spare in a freed rank", some("n0 n2 n3 n5"), FOUR, exactly(4), "n0 n5 n2 n3", ""),
+        ("above the minimum", some("n0 n2 n3"), FOUR[:3], ONE_KEPT_BACK, "n0 n3 n2", ""),
+        ("fewer ranks: the last moves", some("n0 n2 n3"), FOUR, TWO_TO_FOUR, "n0 n3 n2", ""),
+        ("a former member first", SPARE_AND_N2, FOUR[:3], exactly(1), "n2", "spare"),
+        ("a small domain", some("a0 a1 a2 b0 b1 c0"), (), IN_TWOS, "a0 a1 b0 b1", "a2 c0"),
+        ("its own spare", some("a0 a2 b0 b1 b2"), IN_PAIRS, exactly(4, 2), "a0 a2 b0 b1", "b2"),
+        ("a segment moves", some("a0 b0 b1 c0 c1"), IN_PAIRS, exactly(4, 2), "c0 c1 b0 b1", "a0"),
+        ("domains stay together", NEIGHBOURS, (), exactly(3), "a0 a1 b0", ""),
+    ],
+)
+def test_who_gets_which_rank(
+    _what: str,
+    ready: list[Ready],
+    former: Sequence[Member],
+    rules: Rules,
+    wanted: str,
+    spares: str,
+) -> None:
+    """Order of arrival, or the scheduler's; survivors keep their ranks, and spares take the freed
+    ones; a segment comes from one domain, and what a domain cannot fill goes to another whole."""
+    seating = assign(ready, former, rules)
     assert seating is not None
-    assert seating.spares == ("a2", "c0")
-
-
-def test_a_freed_rank_goes_to_a_spare_of_the_same_domain() -> None:
-    """The other segment is not touched."""
-    ready = some(0, 2, domain="a") + some(0, 1, 2, domain="b", first=3)
-    assert names(assign(ready, IN_PAIRS, PAIRS)) == ["a0", "a2", "b0", "b1"]
-
-
-def test_a_domain_that_cannot_refill_its_segment_is_replaced_whole() -> None:
-    """Its survivor becomes a spare; the place is taken by another domain."""
-    ready = some(0, domain="a") + some(0, 1, domain="b", first=3)
-    ready += some(0, 1, domain="c", first=6)
-    seating = assign(ready, IN_PAIRS, PAIRS)
-    assert names(seating) == ["c0", "c1", "b0", "b1"]
-    assert seating is not None
-    assert seating.spares == ("a0",)
-
-
-def test_domains_stay_together_without_segments() -> None:
-    """Neighbours in rank are neighbours in the network."""
-    ready = [node("a0", 1, None, "a"), node("b0", 2, None, "b"), node("a1", 3, None, "a")]
-    assert names(assign(ready, (), Rules(minimum=3, maximum=3))) == ["a0", "a1", "b0"]
+    assert names(seating) == wanted.split()
+    assert seating.spares == tuple(spares.split())
 
 
 TIMES = ("last_call_s", "join_s", "stop_s", "restart_window_s")

@@ -17,7 +17,6 @@ from holdfast.errors import (
     Unavailable,
     UnknownOutcome,
 )
-from holdfast.ledger.base import Ledger
 from holdfast.ledger.records import Stored, encode
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.ledger.sync import SyncLedger
@@ -27,6 +26,7 @@ from holdfast.rendezvous.decide import begin, restart
 from holdfast.rendezvous.records import Cause, Cycle
 from holdfast.rendezvous.rendezvous import Rendezvous
 from patience import HANG_S
+from through import Through
 
 from .cycles import node, running
 from .meeting import KEYS, RULES, RUN, meeting, working
@@ -95,31 +95,21 @@ async def test_a_record_that_nests_too_deep_counts_for_nothing(url: str) -> None
             await here.ranks("n0", "n1")
 
 
-class _Away:
-    """A ledger that goes away for good after so many transactions."""
-
-    def __init__(self, under: Ledger, txns: int) -> None:
-        self._under, self._left = under, txns
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("grant", "timeouts"):
-            return getattr(self._under, name)
-        return self._call if name != "txn" else self._txn
-
-    async def _txn(self, *args: Any) -> object:
-        self._left -= 1
-        return await self._under.txn(*args) if self._left >= 0 else await self._call()
-
-    async def _call(self, *_: object, **__: object) -> object:
-        raise Unavailable("away")
-
-
 async def test_entering_gives_up_when_the_ledger_goes_away_on_the_way(url: str) -> None:
     """Whoever waits for it can try again, or leave: the wait is bounded by the lease."""
+    left = 0
+
+    async def away(name: str, _: object) -> None:
+        nonlocal left
+        left -= name == "txn"
+        if name != "grant" and (name != "txn" or left < 0):
+            raise Unavailable("away")
+
     async with ledger.open(url) as opened:
         for txns in (0, 1, 2):
-            runtime = LiveRuntime(cast(Ledger, _Away(opened, txns)))
-            one = Rendezvous(runtime, RUN, "n0", node(0), RULES, lease_s=0.5)
+            left = txns
+            through: Any = Through(opened, before=away)
+            one = Rendezvous(LiveRuntime(through), RUN, "n0", node(0), RULES, lease_s=0.5)
             with pytest.raises((LeaseLost, Retriable)):
                 async with asyncio.timeout(HANG_S), one:
                     await one.changed(one.head)

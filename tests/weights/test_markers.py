@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch  # noqa: F401 - its first import takes seconds, in which leases would end
 
 from holdfast import faults, ledger
 from holdfast.errors import (

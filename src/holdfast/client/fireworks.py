@@ -16,28 +16,14 @@ from typing import Any, Final
 
 import httpx
 
-from holdfast.client.sdks import no_seam, sdk, warm_up
+from holdfast.client.sdks import connector, no_seam, sdk
 from holdfast.client.target import Target
-from holdfast.client.warmup import Probe
 
 __all__ = ["connect", "service_client"]
 
 _PACKAGE = "fireworks-ai"
 TESTED: Final = "1.2.30"
 _CORE = "fireworks.training.sdk._core"
-
-
-def connect(
-    target: Target,
-    *,
-    warm_up_s: float | None = None,
-    probe: Probe | None = None,
-    **options: Any,
-) -> Any:
-    """Warm up, and give a `FiretitanServiceClient`; `options` are its own. 0 s: no warm-up."""
-    _seam()
-    warm_up(target, warm_up_s, probe)
-    return service_client(target, **options)
 
 
 def service_client(target: Target, **options: Any) -> Any:
@@ -60,3 +46,6 @@ def _seam() -> Any:
     own = getattr(sdk(f"{_CORE}._base_client", _PACKAGE), "AsyncHttpxClientWrapper", None)
     is_client = isinstance(own, type) and issubclass(own, httpx.AsyncClient)
     return own if is_client else httpx.AsyncClient
+
+
+connect = connector(_seam, service_client)

@@ -1,20 +1,18 @@
 """What the wrappers of other people's client libraries share."""
 
-import asyncio
-import contextlib
 import importlib
 import importlib.metadata
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from holdfast.client.target import Target
 from holdfast.client.warmup import Probe
 from holdfast.errors import MissingPackage, Mistake
+from holdfast.loopthread import LoopThread
 from holdfast.timeouts import DEFAULTS
 
-__all__ = ["no_seam", "run_aside", "sdk", "warm_up"]
+__all__ = ["connector", "no_seam", "run_aside", "sdk"]
 
 
 def sdk(module: str, package: str) -> Any:
@@ -37,10 +35,23 @@ def no_seam(package: str, tested: str, what: str) -> NoReturn:
     )
 
 
-def warm_up(target: Target, limit_s: float | None, probe: Probe | None) -> None:
-    """Block until the data path is ready. 0 s: no warm-up; None: as the target says."""
-    if limit_s != 0:
-        run_aside(target.warm_up(limit_s=limit_s, probe=probe).run())
+def connector(check: Callable[[], object], make: Callable[..., Any]) -> Callable[..., Any]:
+    """The `connect` of a client library: `check` whether it fits, warm up, and `make` a client."""
+
+    def connect(
+        target: Target,
+        *,
+        warm_up_s: float | None = None,
+        probe: Probe | None = None,
+        **options: Any,
+    ) -> Any:
+        """Warm up (0 s: not; None: as the target says), and give a client with its `options`."""
+        check()  # before anything is waited for
+        if warm_up_s != 0:
+            run_aside(target.warm_up(limit_s=warm_up_s, probe=probe).run())
+        return make(target, **options)
+
+    return connect
 
 
 def run_aside(work: Coroutine[Any, Any, None]) -> None:
@@ -48,29 +59,16 @@ def run_aside(work: Coroutine[Any, Any, None]) -> None:
 
     Whoever interrupts this (Ctrl-C) ends the work, too.
     """
-    failure: list[BaseException] = []
-    begun: Future[Callable[[], object]] = Future()
+    aside, ended = LoopThread("holdfast-warm-up"), threading.Event()
 
     async def main() -> None:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        await work
-
-    def run() -> None:
         try:
-            asyncio.run(main())
-        except BaseException as error:  # noqa: BLE001 -- raised below, in the caller's thread
-            failure.append(error)
+            await work
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name="holdfast-warm-up", daemon=True)
-    thread.start()
     try:
-        thread.join()
-    except BaseException:
-        with contextlib.suppress(RuntimeError, TimeoutError):  # it has ended by itself
-            begun.result(DEFAULTS.ending_s)()
-            thread.join(DEFAULTS.ending_s)
-        raise
-    if failure:
-        raise failure[0]
+        aside.run(main())
+    finally:
+        ended.wait(DEFAULTS.ending_s)  # what was interrupted may still have something to close
+        aside.stop()

@@ -18,9 +18,8 @@ from typing import Any, Final
 
 import httpx
 
-from holdfast.client.sdks import no_seam, sdk, warm_up
+from holdfast.client.sdks import connector, no_seam, sdk
 from holdfast.client.target import Target
-from holdfast.client.warmup import Probe
 
 __all__ = ["connect", "service_client"]
 
@@ -42,28 +41,14 @@ _FIELDS = (
 )
 
 
-def connect(
-    target: Target,
-    *,
-    warm_up_s: float | None = None,
-    probe: Probe | None = None,
-    **options: Any,
-) -> Any:
-    """Warm up, and give a `tinker.ServiceClient`; `options` are its own. 0 s: no warm-up."""
-    _classes()  # before anything is waited for
-    warm_up(target, warm_up_s, probe)
-    return service_client(target, **options)
-
-
 def service_client(target: Target, **options: Any) -> Any:
     """A `tinker.ServiceClient` whose requests are verified."""
-    service, _ = _classes()
-    return service(target, **options)
+    return _service_class()(target, **options)
 
 
 @functools.cache
-def _classes() -> tuple[Any, Any]:
-    """Our kinds of the library's two classes. Raises when it lacks what they rely on."""
+def _service_class() -> Any:
+    """Our kind of the library's service client. Raises when it lacks what that relies on."""
     tinker = sdk("tinker", _PACKAGE)
     internal = sdk("tinker.lib.internal_client_holder", _PACKAGE)
     holder_class = getattr(internal, "InternalClientHolder", None)
@@ -136,4 +121,7 @@ def _classes() -> tuple[Any, Any]:
                     )
                     setattr(self, field, holder)
 
-    return ServiceClient, Holder
+    return ServiceClient
+
+
+connect = connector(_service_class, service_client)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import click
@@ -54,11 +55,14 @@ _LEDGER = click.option(
 )
 
 
-def _shown(flag: str, name: str, default: object, about: str | None = None) -> Callable[[C], C]:
+def _shown(
+    flag: str, name: str, default: object, about: str | None = None, kind: Any = None
+) -> Callable[[C], C]:
     """A flag whose default is shown."""
-    return click.option(flag, name, default=default, show_default=True, help=about)
+    return click.option(flag, name, default=default, show_default=True, help=about, type=kind)
 
 
+_SOME = click.IntRange(1, 64)
 _RUN = _shown("--run", "run", "default", "The run's name.")
 
 
@@ -66,8 +70,8 @@ _RUN = _shown("--run", "run", "default", "The run's name.")
 @_LEDGER
 @_RUN
 @_shown("--host", "host", "127.0.0.1", "Where to listen.")
-@_shown("--port", "port", 8700, "0: any free one.")
-@_shown("--gateways", "gateways", 1, "Processes that share the port.")
+@_shown("--port", "port", 8700, "0: any free one.", click.IntRange(0, 65_535))
+@_shown("--gateways", "gateways", 1, "Processes that share the port.", _SOME)
 @click.option(
     "--trainer",
     "trainers",
@@ -83,7 +87,7 @@ _RUN = _shown("--run", "run", "default", "The run's name.")
     metavar="NAME=DIRECTORY",
     help="For Holdfast's own trainer: a Hugging Face model directory that may be trained.",
 )
-@_shown("--ranks", "ranks", 1, "For Holdfast's own trainer: its processes.")
+@_shown("--ranks", "ranks", 1, "For Holdfast's own trainer: its processes.", _SOME)
 @click.option(
     "--fsdp",
     is_flag=True,
@@ -131,6 +135,7 @@ def serve(url: str | None, **given: Any) -> None:
     is in the ledger: kill this at any time and start it again.
     """
     asked = _Given(ledger=ledger.lasting(url), **given)
+    asked.check()
     named = _named(asked.trainers, _own_trainer(asked))
     private_folder(asked.place)
     _log(asked.place, asked.run)
@@ -156,40 +161,13 @@ def _serve(asked: "_Given", port: int, trainers: dict[str, str]) -> None:
     )
 
 
-class _Given(msgspec.Struct, frozen=True, kw_only=True):
-    """The flags of `serve`, with their types."""
+class _Given(SimpleNamespace):
+    """The flags of `serve`, by their names."""
 
-    ledger: str
-    run: str
-    host: str
-    port: int
-    gateways: int
-    trainers: tuple[str, ...]
-    models: tuple[str, ...]
-    ranks: int
-    fsdp: bool
-    store: str
-    allow_commands: str
-    health_path: str
-    capacity: int
-    restarts: int
-    no_host: bool
-    account: str
-    tls_cert: Path | None
-    tls_key: Path | None
-    no_access_log: bool
-    folder: Path | None
-    submit_wait_s: float
-    poll_hold_s: float
-    lease_s: float
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.gateways <= 64:
-            raise Mistake(f"--gateways is 1 to 64, not {self.gateways}")
+    def check(self) -> None:
+        """Refuse what no flag's own type refuses."""
         if self.allow_commands not in ("", ONE_ACCOUNT, TRUSTED):
             raise Mistake(f"--allow-commands is given alone, or as --allow-commands={TRUSTED}")
-        if not 0 <= self.port <= 65_535:
-            raise Mistake(f"--port is 0 to 65535, not {self.port}")
         if self.tls_key and not self.tls_cert:
             raise Mistake("--tls-key needs --tls-cert")
         if not 1 <= self.lease_s <= 3600:
@@ -198,24 +176,23 @@ class _Given(msgspec.Struct, frozen=True, kw_only=True):
             raise Mistake("a ledger in memory is one process's: use sqlite:///file or etcd://…")
         if not 0 < self.poll_hold_s <= 40 or not 0 < self.submit_wait_s <= 40:
             raise Mistake("--poll-hold and --submit-wait are up to 40 s: callers give up after 45")
+        if self.fsdp and self.ranks == 1:
+            raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
 
     @property
     def place(self) -> Path:
         """Where logs and events go."""
-        return (self.folder or state_dir() / "serve" / self.run).absolute()
+        place: Path = self.folder or state_dir() / "serve" / self.run
+        return place.absolute()
 
     @property
     def only_account(self) -> str:
         """The account whose jobs may bring commands; "": those of all accounts."""
-        return "" if self.allow_commands == TRUSTED else self.account
+        return "" if self.allow_commands == TRUSTED else str(self.account)
 
 
 def _own_trainer(asked: _Given) -> str:
     """The command of Holdfast's own trainer."""
-    if not 1 <= asked.ranks <= 64:
-        raise Mistake(f"--ranks is 1 to 64, not {asked.ranks}")
-    if asked.fsdp and asked.ranks == 1:
-        raise Mistake("--fsdp spreads models over ranks: give --ranks 2 or more with it")
     for one in asked.models:
         name, equals, directory = one.partition("=")
         if not name or not equals or not directory:
@@ -264,7 +241,7 @@ def _parts(asked: _Given, port: int, trainers: dict[str, str]) -> list[Part]:
 def _settings(kind: type[S], asked: _Given, **more: Any) -> S:
     """A part's settings: flags that are called as one of them is, and what only it is told."""
     more = {"folder": str(asked.place), "only_account": asked.only_account, **more}
-    given = {**msgspec.structs.asdict(asked), **more}
+    given = {**vars(asked), **more}
     return kind(**{name: given[name] for name in kind.__struct_fields__ if name in given})
 
 
@@ -289,12 +266,10 @@ async def _own_key(asked: _Given, note: Note | None) -> str:
             await book.allow_commands(asked.only_account)
         else:
             await book.forbid_commands()
-        parts = split_key(note.key) if note is not None and note.account == account else None
-        if note is not None and parts is not None:
-            accounts = [there for there in await book.all() if there.name == account]
-            known = {one.id for there in accounts for one in there.keys}
-            if parts[0] in known:
-                return note.key
+        parts = split_key(note.key) if note is not None else None
+        mine = [there.keys for there in await book.all() if there.name == account]
+        if note and parts and any(one.id == parts[0] for keys in mine for one in keys):
+            return note.key
         return (await book.add_key(account))[0]
 
 

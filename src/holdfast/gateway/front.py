@@ -12,6 +12,7 @@ trainers do not see it. Keys are not logged.
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
@@ -60,26 +61,19 @@ class Unlogged(events.Event, frozen=True, tag="gateway.unlogged"):
     count: int
 
 
+@dataclass(eq=False)
 class Front:
     """The handler of one gateway process."""
 
-    def __init__(
-        self,
-        guests: Guests,
-        routes: Routes,
-        desk: Desk,
-        api: Api,
-        metrics: Callable[[], bytes] = lambda: b"",
-        *,
-        access_log: bool = True,
-    ) -> None:
+    guests: Guests
+    routes: Routes
+    desk: Desk
+    api: Api
+    metrics: Callable[[], bytes] = lambda: b""
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
         self._strangers = Strangers(time.monotonic)
-        self._guests = guests
-        self._routes = routes
-        self._desk = desk
-        self._api = api
-        self._metrics = metrics
-        self._access_log = access_log
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request."""
@@ -99,7 +93,7 @@ class Front:
             await visit.answer(answers.final(401, "denied", str(error)))
         except (Retriable, UnknownOutcome) as error:
             await visit.answer(answers.late("submit", f"the ledger cannot be asked now ({error})"))
-        if self._access_log:
+        if self.access_log:
             self._log(visit)
 
     def _log(self, visit: "_Visit") -> None:
@@ -117,7 +111,7 @@ class Front:
         if path.startswith(_CONTROL):
             await self._control(visit)
         elif path.startswith(_TINKER):
-            job = await self._guests.default_job(visit.account)
+            job = await self.guests.default_job(visit.account)
             await self._pass_on(visit, visit.account, job, path)
         elif found := _TRAINER.fullmatch(path):
             await self._pass_on(visit, unquote(found[1]), unquote(found[2]), found[3])
@@ -135,13 +129,13 @@ class Front:
         stranger may ask. A key that is known is never held up."""
         key, complaint = _given(visit.exchange.head)
         if not complaint:
-            visit.account = self._guests.known(key)
+            visit.account = self.guests.known(key)
         if not visit.account:
             if wait_s := self._strangers.knock(visit.exchange.peer):
                 return wait_s
             if complaint:
                 raise Denied(complaint)
-            visit.account = await self._guests.who(key)
+            visit.account = await self.guests.who(key)
         return 0
 
     # ---- the ways ----------------------------------------------------------------
@@ -159,7 +153,7 @@ class Front:
         async def forward(route: Route) -> Sent:
             return await _forward(visit, route, target)
 
-        answer = await self._desk.serve(
+        answer = await self.desk.serve(
             account,
             job,
             answers.kind_of(path),
@@ -180,14 +174,14 @@ class Front:
             await visit.answer(answers.problem(413, "body_too_large", str(error)))
             return
         request = Request(head.method, head.path, head.query, body)
-        reply = await self._api.handle(visit.account, request)
+        reply = await self.api.handle(visit.account, request)
         await visit.answer(Answer(reply.status, reply.body, reply.headers))
 
     def _about(self, path: str) -> Answer:
         if path == "/metrics":
             text = (("content-type", "text/plain; version=0.0.4"),)
-            return Answer(200, self._metrics(), text)
-        ready = self._routes.ready.is_set() and self._guests.ready.is_set()
+            return Answer(200, self.metrics(), text)
+        ready = self.routes.ready.is_set() and self.guests.ready.is_set()
         if path == "/healthz" or ready:
             return Answer(200, b'{"status":"ok"}')
         return answers.problem(503, "not_ready", "the ledger has not been read yet")

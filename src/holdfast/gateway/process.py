@@ -20,7 +20,6 @@ from holdfast.gateway.http import Limits, Server, run
 from holdfast.gateway.routes import Routes
 from holdfast.jobs.accounts import Accounts, Guests
 from holdfast.jobs.api import Api
-from holdfast.jobs.logs import Logs
 from holdfast.jobs.records import TOMBSTONES
 from holdfast.jobs.serving import log_events, take_settings, until_signal
 from holdfast.jobs.steward import Steward
@@ -77,7 +76,7 @@ async def serve(
             if there is None or there.job.state in TOMBSTONES:
                 await accounts.set_default(account, job, instead_of=now)
 
-        api = Api(jobs, Logs(Path(settings.folder)), announce)
+        api = Api(jobs, Path(settings.folder), announce)
         front = Front(guests, routes, desk, api, counters.expose, access_log=settings.access_log)
         server = Server(front.handle, limits=Limits(body_bytes=settings.body_bytes))
         await server.start(settings.host, settings.port, reuse_port=True, ssl=_tls(settings))

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,6 @@ from holdfast import events
 from holdfast.jobs.serving import SETTINGS
 from holdfast.proc import supervisor
 from holdfast.proc.forkserver import ForkServer
-from holdfast.proc.restarts import RestartPolicy
 
 __all__ = ["Part", "own_name", "watch"]
 
@@ -41,17 +41,16 @@ class Part(supervisor.Part):
         settings: msgspec.Struct,
         log: Path,
         forks: ForkServer | None = None,
-        policy: RestartPolicy = supervisor.POLICY,
-        progress: Callable[[], object] = lambda: None,
+        **how: Any,
     ) -> None:
+        """`how` are the words of any part (`supervisor.Part`)."""
         super().__init__(
             name,
             [sys.executable, "-m", module],
             env={SETTINGS: msgspec.json.encode(settings).decode()},
             log=log,
             forks=forks,
-            policy=policy,
-            progress=progress,
+            **how,
         )
 
 

@@ -9,6 +9,7 @@ import datetime
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote
 
@@ -26,7 +27,7 @@ from holdfast.errors import (
     UnknownOutcome,
 )
 from holdfast.jobs.decide import Verb
-from holdfast.jobs.logs import Logs
+from holdfast.jobs.logs import read_log
 from holdfast.jobs.openapi import DOCUMENT
 from holdfast.jobs.policy import read_policy
 from holdfast.jobs.records import TOMBSTONES, Checkpoint, Host, Job, check_name
@@ -88,9 +89,9 @@ class Reply(msgspec.Struct, frozen=True):
 class Api:
     """The REST of one run's jobs."""
 
-    def __init__(self, jobs: Jobs, logs: Logs, announce: Callable[[str, str], Awaitable[None]]):
+    def __init__(self, jobs: Jobs, folder: Path, announce: Callable[[str, str], Awaitable[None]]):
         self._jobs = jobs
-        self._logs = logs
+        self._folder = folder
         self._announce = announce
         """Called with account and job when a job was made."""
 
@@ -209,7 +210,7 @@ class Api:
         found = await self._jobs.get(account, job)
         epoch = _number(query, "epoch", 0, 1 << 31)
         offset = _number(query, "offset", 0, 1 << 48)
-        epoch, text, behind = self._logs.read(account, job, epoch, offset, found.job.epoch)
+        epoch, text, behind = read_log(self._folder, account, job, epoch, offset, found.job.epoch)
         return _json({"epoch": epoch, "text": text, "offset": behind, "state": found.job.state})
 
 

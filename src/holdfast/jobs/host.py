@@ -99,53 +99,41 @@ class _Tended:
             self.stopping.set()
 
 
+@dataclasses.dataclass(eq=False)
 class Host:
     """One host. `run` goes on until it is cancelled; then everything it started is stopped."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        launcher: Launcher,
-        name: str,
-        *,
-        capacity: int = 64,
-        grace_s: float = 10.0,
-        timeouts: Timeouts = DEFAULTS,
-        budget: Budget = Budget(),  # noqa: B008 -- frozen
-        me: HostRecord | None = None,
-        is_dead: Callable[[HostRecord], bool] = lambda _: False,
-        new_secret: Callable[[], str] = secrets.token_urlsafe,
-        check: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """`me` says where this process is, and `is_dead` whether another one surely is not.
+    jobs: Jobs
+    launcher: Launcher
+    name: str
+    _: dataclasses.KW_ONLY
+    capacity: int = 64
+    grace_s: float = 10.0
+    timeouts: Timeouts = DEFAULTS
+    budget: Budget = Budget()  # noqa: RUF009 -- frozen
+    me: HostRecord | None = None
+    """Where this process is."""
+    is_dead: Callable[[HostRecord], bool] = lambda _: False
+    """Whether another process surely is no more."""
+    new_secret: Callable[[], str] = secrets.token_urlsafe
+    """Makes what an incarnation's port asks gateways for."""
+    check: Callable[[], Awaitable[None]] | None = None
+    """Called when this host is in the ledger; raises a `Mistake` if it must not serve."""
 
-        `new_secret` makes what an incarnation's port asks gateways for. `check` is called when
-        this host is in the ledger, and raises a `Mistake` if it must not serve.
-        """
-        self._check = check
-        self._jobs = jobs
-        self._runtime = jobs.runtime
-        self._launcher = launcher
-        self._name = name
-        self._capacity = capacity
-        self._grace_s = grace_s
-        self._timeouts = timeouts
-        self._budget = budget
-        self._me = me or HostRecord(name=name)
-        self._is_dead = is_dead
-        self._new_secret = new_secret
+    def __post_init__(self) -> None:
+        self._runtime = self.jobs.runtime
         self._tending: dict[str, _Tended] = {}
         self._begun: dict[str, int] = {}
         """The newest epoch of each job that was begun here."""
-        self._view = View(jobs.keys)
+        self._view = View(self.jobs.keys)
         self._dirty: set[str] = set()
         self._wake = asyncio.Event()
-        self._keeper = Keeper(self._runtime, timeouts.host_lease_s)
+        self._keeper = Keeper(self._runtime, self.timeouts.host_lease_s)
         self._leased_at = self._runtime.now()
 
     async def run(self) -> None:
         """Take jobs and look after them."""
-        times = self._timeouts
+        times = self.timeouts
         try:
             while True:
                 with contextlib.suppress(Retriable, UnknownOutcome, LeaseLost):
@@ -160,20 +148,20 @@ class Host:
 
     async def _serve(self) -> None:
         """One lease long."""
-        key = self._jobs.keys.host(self._name)
+        key = self.jobs.keys.host(self.name)
         record = msgspec.structs.replace(
-            self._me,
-            name=self._name,
-            trainers=self._launcher.offers,
-            any_command=self._launcher.any_command,
+            self.me or HostRecord(name=self.name),
+            name=self.name,
+            trainers=self.launcher.offers,
+            any_command=self.launcher.any_command,
         )
         await self._bury(key)
         await self._runtime.ledger.txn([], [put(key, record, lease=self._keeper.id)])
-        if self._check is not None:
-            await self._check()
+        if self.check is not None:
+            await self.check()
         await self._renew()
         self._leased_at = self._runtime.now()
-        self._view = View(self._jobs.keys)
+        self._view = View(self.jobs.keys)
         tasks = [
             self._runtime.spawn(keep(self._runtime, self._view, self._changed), name="host sees"),
             self._runtime.spawn(self._reconcile(), name="host acts"),
@@ -198,21 +186,21 @@ class Host:
         if entry is None or not entry.lease:
             return
         before = readable(HostRecord, entry)
-        if not isinstance(before, Unreadable) and self._is_dead(before):
+        if not isinstance(before, Unreadable) and self.is_dead(before):
             await self._runtime.ledger.revoke(entry.lease)
 
     async def _renew(self) -> None:
         """Bind the signs of life of what is still ours to the new lease; stop the rest."""
         for tended in list(self._tending.values()):
             job = tended.job
-            found = await self._jobs.find(job.account, job.id)
+            found = await self.jobs.find(job.account, job.id)
             mine = found is not None and found.job.epoch == job.epoch
-            if found is None or not mine or (found.alive and found.alive.host != self._name):
+            if found is None or not mine or (found.alive and found.alive.host != self.name):
                 tended.stop(0.0)
                 continue
-            alive = self._jobs.alive_op(job, self._keeper.id, tended.secret)
+            alive = self.jobs.alive_op(job, self._keeper.id, tended.secret)
             before = unchanged(found.alive_entry) if found.alive_entry else absent(alive.key)
-            guard = self._jobs.keys.guard(job.account, job.id, job.epoch)
+            guard = self.jobs.keys.guard(job.account, job.id, job.epoch)
             txn = await self._runtime.ledger.txn([guard, before], [alive])
             if txn.succeeded:
                 tended.lease = self._keeper.id
@@ -224,7 +212,7 @@ class Host:
         polite = self._keeper.believes()
         tended = list(self._tending.values())
         for one in tended:
-            one.stop(self._grace_s if polite else 0.0)
+            one.stop(self.grace_s if polite else 0.0)
         await asyncio.gather(*(one.task for one in tended if one.task), return_exceptions=True)
 
     def _changed(self, names: set[str]) -> None:
@@ -249,16 +237,16 @@ class Host:
         it, tended = self._view.jobs.get(name), self._tending.get(name)
         if tended is not None:
             if it is not None and it.job.epoch > tended.job.epoch:
-                tended.stop(self._grace_s if it.job.state == "PAUSED" else 0.0)
+                tended.stop(self.grace_s if it.job.state == "PAUSED" else 0.0)
             return 0.0
         if it is None:
             return 0.0
-        now = self._jobs.wall()
+        now = self.jobs.wall()
         try:
             if it.job.state == "PENDING" and it.alive is None:
                 if now < it.job.not_before:
                     return min(it.job.not_before - now, 60.0)
-                if len(self._tending) >= self._capacity:
+                if len(self._tending) >= self.capacity:
                     return 60.0  # or when a place becomes free
                 await self._take(it)
             elif self._is_forgotten(it):
@@ -266,29 +254,29 @@ class Host:
                 self._begin(it.job, it.alive.secret)
             elif self._is_left_over(it):
                 assert it.alive is not None
-                await self._jobs.clear(it.job.account, it.job.id, it.alive.epoch, self._keeper.id)
+                await self.jobs.clear(it.job.account, it.job.id, it.alive.epoch, self._keeper.id)
             else:
-                await settle_one(self._jobs, it, self._budget)
+                await settle_one(self.jobs, it, self.budget)
         except (Retriable, UnknownOutcome):
-            return self._timeouts.job_retry_s
+            return self.timeouts.job_retry_s
         return 0.0
 
     async def _take(self, it: Seen) -> None:
-        new = decide.take(it.job, self._name, self._jobs.wall())
+        new = decide.take(it.job, self.name, self.jobs.wall())
         if new is None:
             return
-        secret = self._new_secret()
-        alive = self._jobs.alive_op(new, self._keeper.id, secret)
-        absent = self._jobs.without_alive(it)
+        secret = self.new_secret()
+        alive = self.jobs.alive_op(new, self._keeper.id, secret)
+        absent = self.jobs.without_alive(it)
         try:
-            ours = await self._jobs.commit(it, new, compare=(absent,), ops=[alive])
+            ours = await self.jobs.commit(it, new, compare=(absent,), ops=[alive])
         except UnknownOutcome:
             ours = await self._is_ours(new, secret)
         if ours:
             self._begin(new, secret)
 
     def _begin(self, job: Job, secret: str) -> None:
-        events.emit(Taken(job=job.name, epoch=job.epoch, host=self._name))
+        events.emit(Taken(job=job.name, epoch=job.epoch, host=self.name))
         self._begun[job.name] = job.epoch
         tended = self._tending[job.name] = _Tended(job, self._keeper.id, secret)
         tended.task = self._runtime.spawn(self._tend(tended), name=f"tends {job.name}")
@@ -306,7 +294,7 @@ class Host:
 
     async def _is_ours(self, job: Job, secret: str) -> bool:
         """Whether the alive key of our own lease is there for this epoch, as we wrote it."""
-        found = await self._jobs.find(job.account, job.id)
+        found = await self.jobs.find(job.account, job.id)
         return (
             found is not None
             and found.lives
@@ -331,12 +319,12 @@ class Host:
             self._changed(set(self._view.jobs) if self._is_full() else {job.name})
 
     def _is_full(self) -> bool:
-        return len(self._tending) + 1 >= self._capacity
+        return len(self._tending) + 1 >= self.capacity
 
     async def _begin_and_live(self, tended: _Tended) -> tuple[str, str]:
         job = tended.job
         ticket = Ticket(
-            run=self._jobs.run,
+            run=self.jobs.run,
             account=job.account,
             job=job.id,
             epoch=job.epoch,
@@ -345,7 +333,7 @@ class Host:
         )
         running: Running | None = None
         try:
-            running = await self._launcher.start(ticket)
+            running = await self.launcher.start(ticket)
             return await self._live(tended, running)
         except Mistake as error:
             return "refused", str(error)
@@ -376,7 +364,7 @@ class Host:
                     tasks[-1].result()
                 await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
-                return "left", f"its host {self._name} stopped it"
+                return "left", f"its host {self.name} stopped it"
             succeeded, reason = ended.result()
             return ("completed" if succeeded else "died"), reason
         except Fenced as error:
@@ -391,10 +379,10 @@ class Host:
         try:
             await insist(
                 self._runtime,
-                lambda: self._jobs.update(
+                lambda: self.jobs.update(
                     job.account,
                     job.id,
-                    lambda it: decide.ready(it.job, job.epoch, address, self._jobs.wall()),
+                    lambda it: decide.ready(it.job, job.epoch, address, self.jobs.wall()),
                 ),
             )
         except (Gone, NotFound) as error:
@@ -409,16 +397,16 @@ class Host:
         job = tended.job
 
         async def report() -> bool:
-            found = await self._jobs.get(job.account, job.id)
+            found = await self.jobs.get(job.account, job.id)
             entry = found.alive_entry
             if entry is None or entry.lease != tended.lease:
                 return True  # others have concluded, or will
             if found.job.epoch != job.epoch or found.job.state == "UNREADABLE":
-                await self._jobs.clear(job.account, job.id, job.epoch, tended.lease)
+                await self.jobs.clear(job.account, job.id, job.epoch, tended.lease)
                 return True
-            new = _outcome(found.job, how, reason, self._jobs.wall(), self._budget)
+            new = _outcome(found.job, how, reason, self.jobs.wall(), self.budget)
             gone = Delete(entry.key)
-            return await self._jobs.commit(found, new, compare=(same_life(entry),), ops=[gone])
+            return await self.jobs.commit(found, new, compare=(same_life(entry),), ops=[gone])
 
         with contextlib.suppress(NotFound):
             while not await insist(self._runtime, report):

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from holdfast.timeouts import DEFAULTS
 
 __all__ = ["LocalLauncher", "LocalProcess", "is_own", "log_file"]
 
+_HOST = "127.0.0.1"
 _LOGS = 32
 """Of how many epochs of a job the output is kept."""
 _GOOD = re.compile(rb"HTTP/1\.[01] 2[0-9][0-9][ \r]")
@@ -50,51 +52,43 @@ def log_file(folder: Path, account: str, job: str, epoch: int) -> Path:
     return folder / "logs" / account / job / f"epoch-{epoch}.log"
 
 
+@dataclass(eq=False)
 class LocalLauncher(Launcher):
     """Starts trainers as child processes of this one."""
 
-    def __init__(
-        self,
-        trainers: Mapping[str, str],
-        folder: Path,
-        ledger_url: str,
-        *,
-        allow_commands: bool = False,
-        host: str = "127.0.0.1",
-        health_path: str = "/api/v1/healthz",
-        start_s: float = 300.0,
-        forks: ForkServer | None = None,
-    ) -> None:
-        """With a fork server, Holdfast's own trainers are forked from it."""
-        self._forks = forks
-        self._trainers = dict(trainers)
-        self._folder = folder
-        self._ledger_url = ledger_url
-        self.offers = tuple(sorted(self._trainers))
+    trainers: Mapping[str, str]
+    folder: Path
+    ledger_url: str
+    _: KW_ONLY
+    allow_commands: InitVar[bool] = False
+    health_path: str = "/api/v1/healthz"
+    start_s: float = 300.0
+    forks: ForkServer | None = None
+    """Holdfast's own trainers are forked from it."""
+
+    def __post_init__(self, allow_commands: bool) -> None:
+        self.offers = tuple(sorted(self.trainers))
         self.any_command = allow_commands
-        self._host = host
-        self._health_path = health_path
-        self._start_s = start_s
 
     async def start(self, ticket: Ticket) -> Running:
         """Start the job's command on a port of its own."""
         argv = self.command(ticket.spec)
-        held = proc.HeldPort(self._host)
+        held = proc.HeldPort(_HOST)
         port = held.port
         who = Incarnation(ticket.run, ticket.account, ticket.job, ticket.epoch, ticket.secret)
         env = {
             "HOLDFAST_RUN": ticket.run,
             "HOLDFAST_JOB": who.name,
             "HOLDFAST_EPOCH": str(ticket.epoch),
-            "HOLDFAST_LEDGER": self._ledger_url,
+            "HOLDFAST_LEDGER": self.ledger_url,
             SECRET: ticket.secret,
             "HOLDFAST_SPEC": msgspec.json.encode(ticket.spec).decode(),
-            "HOLDFAST_FOLDER": str(self._folder / "trainers"),
-            "HOST": self._host,
+            "HOLDFAST_FOLDER": str(self.folder / "trainers"),
+            "HOST": _HOST,
             "PORT": str(port),
         }
-        log = log_file(self._folder, ticket.account, ticket.job, ticket.epoch)
-        old = log_file(self._folder, ticket.account, ticket.job, ticket.epoch - _LOGS)
+        log = log_file(self.folder, ticket.account, ticket.job, ticket.epoch)
+        old = log_file(self.folder, ticket.account, ticket.job, ticket.epoch - _LOGS)
         old.unlink(missing_ok=True)
         try:
             given: Any = {"name": who.name, "env": env, "log": log}
@@ -102,16 +96,16 @@ class LocalLauncher(Launcher):
             child = await self._forked(words, given) or proc.spawn(words, **given)
         except OSError as error:  # its log cannot be written
             raise Unavailable(f"{argv[0]} could not be started: {error}") from error
-        return LocalProcess(child, who, self._host, held, self._health_path, self._start_s)
+        return LocalProcess(child, who, held, self.health_path, self.start_s)
 
     async def _forked(self, argv: Sequence[str], given: Any) -> proc.Child | None:
-        if self._forks is None or not is_own(argv):
+        if self.forks is None or not is_own(argv):
             return None
-        self._forks.tend()
+        self.forks.tend()
         until = time.monotonic() + DEFAULTS.fork_imports_s
-        while self._forks.alive() and not self._forks.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
+        while self.forks.alive() and not self.forks.ready() and time.monotonic() < until:  # noqa: ASYNC110 -- a process tells nobody here
             await asyncio.sleep(DEFAULTS.process_look_s)
-        return self._forks.spawn(argv, **given)
+        return self.forks.spawn(argv, **given)
 
     def command(self, spec: Mapping[str, Any]) -> Sequence[str]:
         """The command that a spec asks for. `Mistake` when it may not, or there is none."""
@@ -129,13 +123,13 @@ class LocalLauncher(Launcher):
                 raise Mistake("'command' is a list of texts")
             return _not_empty(command)
         name = wish.get("trainer", "default")
-        if not isinstance(name, str) or name not in self._trainers:
-            known = ", ".join(sorted(self._trainers)) or "none"
+        if not isinstance(name, str) or name not in self.trainers:
+            known = ", ".join(sorted(self.trainers)) or "none"
             raise Mistake(
                 f"there is no trainer {name!r} here (there are: {known}); start `holdfast serve` "
                 f"with --trainer '{name}=COMMAND'"
             )
-        return _not_empty(shlex.split(self._trainers[name]))
+        return _not_empty(shlex.split(self.trainers[name]))
 
 
 def _not_empty(command: Sequence[str]) -> Sequence[str]:
@@ -144,59 +138,53 @@ def _not_empty(command: Sequence[str]) -> Sequence[str]:
     return command
 
 
+@dataclass(eq=False)
 class LocalProcess(Running):
     """A trainer's process."""
 
-    def __init__(
-        self,
-        child: proc.Child,
-        who: Incarnation,
-        host: str,
-        held: proc.HeldPort,
-        health_path: str,
-        start_s: float,
-    ) -> None:
-        self._child = child
-        self._who = who
-        self._host = host
-        self._held, self._port = held, held.port
-        self._health_path = health_path
-        self._start_s = start_s
-        child.exited.add_done_callback(self._on_end)
+    child: proc.Child
+    who: Incarnation
+    held: proc.HeldPort
+    health_path: str
+    start_s: float
+
+    def __post_init__(self) -> None:
+        self._port = self.held.port
+        self.child.exited.add_done_callback(self._on_end)
         self._trim()
 
     def _trim(self) -> None:
         """Bound its log, now and then."""
-        self._child.trim_log()
+        self.child.trim_log()
         self._trimming = asyncio.get_running_loop().call_later(DEFAULTS.log_trim_s, self._trim)
 
     def _on_end(self, _: object) -> None:
         self._trimming.cancel()
-        self._held.close()
+        self.held.close()
 
     async def serving(self) -> str:
         """Wait until the health path answers."""
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(self.start_s):
                 # Before it is asked, too: the question carries the secret.
                 while self._is_strange() or not await self._is_healthy() or self._is_strange():  # noqa: ASYNC110 -- somebody else's server
                     await asyncio.sleep(DEFAULTS.process_look_s)
         except TimeoutError:
             other = f" (another process listens at port {self._port})" * self._is_strange()
             raise TimedOut(
-                f"the trainer did not answer at {self._health_path} within "
-                f"{self._start_s:g} s{other}{self._child.tail()}"
+                f"the trainer did not answer at {self.health_path} within "
+                f"{self.start_s:g} s{other}{self.child.tail()}"
             ) from None
-        return f"{self._host}:{self._port}"
+        return f"{_HOST}:{self._port}"
 
     async def _is_healthy(self) -> bool:
         with contextlib.suppress(OSError, TimeoutError, *_NO_HTTP):
             async with asyncio.timeout(DEFAULTS.health_probe_s):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
+                reader, writer = await asyncio.open_connection(_HOST, self._port)
                 try:
-                    headers = "".join(f"{k}: {v}\r\n" for k, v in self._who.headers().items())
+                    headers = "".join(f"{k}: {v}\r\n" for k, v in self.who.headers().items())
                     writer.write(
-                        f"GET {self._health_path} HTTP/1.1\r\nHost: {self._host}\r\n"
+                        f"GET {self.health_path} HTTP/1.1\r\nHost: {_HOST}\r\n"
                         f"Connection: close\r\n{headers}\r\n".encode()
                     )
                     line = await reader.readuntil(b"\r\n")
@@ -213,28 +201,28 @@ class LocalProcess(Running):
         users = listening_users(self._port)
         if users and not users & {os.getuid(), 0}:
             return True
-        ours = begun_at(self._child.pid)
+        ours = begun_at(self.child.pid)
         there = listeners(self._port)
         return bool(there) and all(begun_at(pid) < ours for pid in there)
 
     async def ended(self) -> tuple[bool, str]:
         """Wait for the process's end."""
-        code = await asyncio.shield(self._child.exited)
+        code = await asyncio.shield(self.child.exited)
         if code == 0:
             return True, "the trainer ended by itself"
         how = f"was killed by {_signal(-code)}" if code < 0 else f"exited with code {code}"
-        return False, f"the trainer {how}{self._child.tail()}"
+        return False, f"the trainer {how}{self.child.tail()}"
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM if there is time for it, then SIGKILL, for the whole group."""
-        if not self._child.exited.done() and grace_s > 0:
-            self._child.signal(signal.SIGTERM)
+        if not self.child.exited.done() and grace_s > 0:
+            self.child.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await asyncio.shield(self._child.exited)
+                    await asyncio.shield(self.child.exited)
         with contextlib.suppress(HoldfastError):
-            self._child.kill_group()
-        await asyncio.shield(self._child.exited)
+            self.child.kill_group()
+        await asyncio.shield(self.child.exited)
 
 
 def _signal(number: int) -> str:

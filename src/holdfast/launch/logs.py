@@ -23,13 +23,12 @@ import time
 from collections.abc import Mapping
 from enum import IntFlag
 from pathlib import Path
-from string import Template
 from urllib.parse import quote
 
 import msgspec
 
 from holdfast.errors import Denied, Mistake, NoRoom
-from holdfast.launch.spec import ROLE, Seat
+from holdfast.launch.spec import Seat
 from holdfast.proc.child import last_lines
 from holdfast.timeouts import DEFAULTS
 
@@ -83,8 +82,6 @@ class Logs(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     redirects: StreamsBySlot = Streams.NONE
     tee: StreamsBySlot = Streams.BOTH
-    prefix: str = "[rank${rank}]:"
-    """With `${rank}`, `${local_rank}` and `${role_name}`, as torchrun's template has."""
     out_fd: int = 1
     err_fd: int = 2
 
@@ -111,14 +108,11 @@ class CycleLogs:
         self.files = [self._files(logs, seat, slot) for slot in range(seat.place.slots)]
         tails = []
         for slot, files in enumerate(self.files):
-            prefix = Template(logs.prefix).safe_substitute(
-                rank=seat.rank(slot), local_rank=slot, role_name=ROLE
-            )
-            tee = _of(logs.tee, slot)
+            prefix, tee = b"[rank%d]:" % seat.rank(slot), _of(logs.tee, slot)
             if files.stdout is not None and tee & Streams.OUT:
-                tails.append(_Tail(files.stdout, prefix.encode(), logs.out_fd))
+                tails.append(_Tail(files.stdout, prefix, logs.out_fd))
             if files.stderr is not None and tee & Streams.ERR:
-                tails.append(_Tail(files.stderr, prefix.encode(), logs.err_fd))
+                tails.append(_Tail(files.stderr, prefix, logs.err_fd))
         self._tailer = _Tailer(tails)
 
     def _files(self, logs: Logs, seat: Seat, slot: int) -> Files:

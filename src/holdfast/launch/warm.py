@@ -22,11 +22,12 @@ Invariants:
 
 import asyncio
 import contextlib
+import functools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -304,26 +305,14 @@ def _set_nice(blank: Blank, nice: int) -> None:
                 os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
 
-_revocable: bool | None = None
-
-
+@functools.cache
 def _nice_can_be_taken_back() -> bool:
     """Tried once, on a thread of its own: nice counts per thread, and the thread ends."""
-    global _revocable
-    if _revocable is None:
-        found: list[bool] = []
 
-        def attempt() -> None:
-            try:
-                usual = os.getpriority(os.PRIO_PROCESS, 0)
-                os.setpriority(os.PRIO_PROCESS, 0, _LOW)
-                os.setpriority(os.PRIO_PROCESS, 0, usual)
-                found.append(True)
-            except OSError:
-                found.append(False)
+    def attempt() -> None:
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, _LOW)
+        os.setpriority(os.PRIO_PROCESS, 0, usual)
 
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join()
-        _revocable = found[0]
-    return _revocable
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(attempt).exception() is None

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -107,25 +108,20 @@ class Part:
             self._child.kill_group()
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Keeps parts alive. `died` is told of every death, and returns true if that ends it all."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        died: Callable[[Part, int], bool],
-        started: Callable[[Part], None] = lambda _: None,
-        say: Callable[[str], None] = lambda _: None,
-        end_s: float = DEFAULTS.part_end_s,
-    ) -> None:
+    parts: Sequence[Part]
+    _: KW_ONLY
+    died: Callable[[Part, int], bool]
+    started: Callable[[Part], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None
+    end_s: float = DEFAULTS.part_end_s
+
+    def __post_init__(self) -> None:
         self.stopped = False
         """Whether a signal has come."""
-        self._parts = parts
-        self._died = died
-        self._started = started
-        self._say = say
-        self._end_s = end_s
         self._pids: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -148,18 +144,18 @@ class Supervisor:
                     time.sleep(DEFAULTS.process_look_s)
             finally:
                 # Users first, servers last: nobody is to wait for what is gone already.
-                for part in reversed(self._parts):
+                for part in reversed(self.parts):
                     part.ask()
-                until = time.monotonic() + self._end_s
-                for part in reversed(self._parts):
+                until = time.monotonic() + self.end_s
+                for part in reversed(self.parts):
                     part.end(until - time.monotonic())
 
     def _look(self) -> bool:
-        for part in self._parts:
+        for part in self.parts:
             code = part.look()
             if code is not None:
                 self._pids.pop(part.name, None)
-                if self._died(part, code):
+                if self.died(part, code):
                     return True
                 if part.given_up:
                     raise HoldfastError(
@@ -168,16 +164,16 @@ class Supervisor:
                     )
             elif part.pid and part.name not in self._pids:
                 self._pids[part.name] = part.pid
-                self._started(part)
+                self.started(part)
         return False
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.stopped:
-            for part in self._parts:
+            for part in self.parts:
                 part.end(0.0)
             os._exit(_INTERRUPTED)
         self.stopped = True
-        self._say("stopping (once more: at once)")
+        self.say("stopping (once more: at once)")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import hashlib
 import os
 from typing import Self
 
+from holdfast.machine import begun_at
 from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.records import Node
 from holdfast.timeouts import DEFAULTS
@@ -97,22 +98,12 @@ async def is_alive(run: str, name: str, other: Node, own: Node) -> bool | None:
     if other.host == own.host:
         if other.pid == own.pid and other.probe_port == own.probe_port:
             return False
-        if not _has_process(other.pid):
+        if not begun_at(other.pid):
             return False
     if not other.probe_port:
         return None
     why = await trouble(other.address, other.probe_port, run, name, limit_s=1.0, refused_s=0.0)
     return None if why else True
-
-
-def _has_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 async def _ask(address: str, port: int) -> bytes:

@@ -86,14 +86,6 @@ async def test_callers_of_http_1_0() -> None:
                 assert (answer.body, answer.fields["connection"]) == (b"/a x", "keep-alive")
 
 
-async def test_close_is_honoured() -> None:
-    """`Connection: close` from the caller ends the connection after the answer."""
-    async with called(echo) as caller:
-        both = request(fields=["Connection: x, Close"]) + request(target="/ignored")
-        assert (await caller.ask(both)).fields["connection"] == "close"
-        assert await caller.closed()
-
-
 async def test_head_has_no_body() -> None:
     """HEAD gets the fields and no byte of a body, from us and from an upstream."""
     async with passing(ours="/ours") as (_up, _handler, caller):

@@ -24,7 +24,6 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine, Iterator
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 # torch exports the store without saying so.
@@ -51,7 +50,6 @@ from holdfast.ledger.base import Ledger
 from holdfast.ledger.records import load
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.loopthread import LoopThread
-from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.overview import say, used_name
 from holdfast.rendezvous.records import Cause, Cycle, Keys
 from holdfast.rendezvous.rendezvous import Place
@@ -73,9 +71,7 @@ class HoldfastHandler(RendezvousHandler):
         self._thread: LoopThread | None = None
         self._ledger: Ledger = ledger.open(options.url)
         self._runtime = LiveRuntime(self._ledger)
-        self._member = Membership(
-            self._runtime, options, partial(listen, options.node.address), say
-        )
+        self._member = Membership(self._runtime, options)
         self._server: TCPStore | None = None
         self._finished = False
         self._succeeded = False

@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -34,9 +33,10 @@ from holdfast.ledger.follow import follow
 from holdfast.ledger.records import KEEP, Stored, Verdict, decode, update
 from holdfast.ledger.runtime import Runtime
 from holdfast.ledger.types import Compare
+from holdfast.rendezvous.address import listen
 from holdfast.rendezvous.board import Board
 from holdfast.rendezvous.decide import Clock, Wait, decide
-from holdfast.rendezvous.overview import parked_line
+from holdfast.rendezvous.overview import parked_line, say
 from holdfast.rendezvous.probe import ProbeServer, is_alive, trouble
 from holdfast.rendezvous.records import Cause, Cycle, Keys, Parked
 from holdfast.rendezvous.rendezvous import Place, Rendezvous
@@ -62,18 +62,10 @@ class TooLate(Exception):  # a control flow within this package
 class Membership:
     """One node in one run. `close` it, in the end."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        options: Options,
-        listen: Callable[[], socket.socket],
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, options: Options) -> None:
         self._runtime = runtime
         self._options = options
         self._keys = Keys(options.run)
-        self._listen = listen
-        self._say = say
         self._listener: socket.socket | None = None
         self._rendezvous: Rendezvous | None = None
         self._ready = 0
@@ -186,7 +178,7 @@ class Membership:
     def _tell_parked(self, rendezvous: Rendezvous, head: Stored[Cycle]) -> None:
         parked = rendezvous.parked(head)
         if parked is not None and parked != self._parked:
-            self._say(parked_line(parked.reason))
+            say(parked_line(parked.reason))
         self._parked = parked
 
     async def _missing(self) -> str:
@@ -313,7 +305,7 @@ class Membership:
 
     def _new_port(self) -> int:
         self._close_listener()
-        self._listener = self._listen()
+        self._listener = listen(self._options.node.address)
         port: int = self._listener.getsockname()[1]
         return port
 

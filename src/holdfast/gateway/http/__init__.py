@@ -20,12 +20,10 @@ from holdfast.gateway.http.exchange import Exchange
 from holdfast.gateway.http.head import Fields, Head
 from holdfast.gateway.http.limits import Limits
 from holdfast.gateway.http.outcomes import Forwarded, Lost, Refused, Relayed, Truncated, Withheld
-from holdfast.gateway.http.pool import Pool, Upstream
+from holdfast.gateway.http.pool import Pool
 from holdfast.gateway.http.server import Handler, Server, run
-from holdfast.gateway.http.trouble import CallerLeft, Rejected, render_json
 
 __all__ = [
-    "CallerLeft",
     "Exchange",
     "Fields",
     "Forwarded",
@@ -35,12 +33,9 @@ __all__ = [
     "Lost",
     "Pool",
     "Refused",
-    "Rejected",
     "Relayed",
     "Server",
     "Truncated",
-    "Upstream",
     "Withheld",
-    "render_json",
     "run",
 ]
