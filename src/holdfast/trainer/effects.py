@@ -194,14 +194,14 @@ class Effects:
         if op.load is None:
             return Effect(loaded(state.name, op))
         try:
-            return await self._load(state, number, op.load, op)
+            return await self._load(state, number, op.load, loaded(state.name, op))
         except (Mistake, NotDone):
             await core.compute.drop(state.name)
             state.loaded = False
             raise
 
     async def _load(
-        self, state: State, number: int, op: ops.LoadWeights, begun: ops.CreateModel | None = None
+        self, state: State, number: int, op: ops.LoadWeights, outcome: Outcome | None = None
     ) -> Effect:
         core = self._core
         where, save = self._saved(state, op)
@@ -214,7 +214,7 @@ class Effects:
         channel = checkpoints_of(state.name)
         await self.patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
         state.restorable = number
-        return Effect(loaded(state.name, begun or op), trims=True)
+        return Effect(outcome or loaded(state.name, op), trims=True)
 
     def _saved(self, state: State, op: ops.LoadWeights) -> tuple[Where, Save]:
         core = self._core
