@@ -17,15 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
-from holdfast.errors import Unavailable
-from holdfast.fetch import fetch
+import gateway.service
+from gateway.service import Answer
 from holdfast.proc import spawn
-from patience import HANG_S, until
+from patience import HANG_S
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROGRAMS = Path(__file__).with_name("programs.py")
 LIMIT_S = 2 * HANG_S
-ACCOUNT = "local"
 
 
 def unpack(name: str, folder: Path) -> Path:
@@ -48,8 +47,8 @@ class Process:
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self._rest = b""
-        self._child = spawn(argv, whole_env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.pid = self._child.pid
+        self.child = spawn(argv, whole_env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self.child.pid
 
     def __enter__(self) -> Self:
         return self
@@ -59,28 +58,25 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL for the whole group, as often as one likes."""
-        self._child.__exit__()
+        self.child.__exit__()
 
     def wait(self) -> int:
         """Wait for its end; its exit code."""
-        return self._child.wait(LIMIT_S)
-
-    def ended(self) -> bool:
-        return not self._child.alive()
+        return self.child.wait(LIMIT_S)
 
     def tell(self, **what: Any) -> None:
         """Say one thing to it."""
-        _pipe(self._child.process.stdin).write(json.dumps(what).encode() + b"\n")
-        _pipe(self._child.process.stdin).flush()
+        _pipe(self.child.process.stdin).write(json.dumps(what).encode() + b"\n")
+        _pipe(self.child.process.stdin).flush()
 
     def hear(self) -> dict[str, Any]:
         """The next thing that it says."""
-        fd, deadline = _pipe(self._child.process.stdout).fileno(), time.monotonic() + LIMIT_S
+        fd, deadline = _pipe(self.child.process.stdout).fileno(), time.monotonic() + LIMIT_S
         while b"\n" not in self._rest:
             left_s = deadline - time.monotonic()
             assert select.select([fd], [], [], max(0.0, left_s))[0], "it is silent"
             more = os.read(fd, 1 << 16)
-            assert more, f"it ended with {self._child.wait(HANG_S)}"
+            assert more, f"it ended with {self.child.wait(HANG_S)}"
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         told: dict[str, Any] = json.loads(line)
@@ -140,68 +136,29 @@ class Side:
         return [json.loads(line) for line in self.command(*words).splitlines()]
 
 
-class Service:
-    """`holdfast serve`, and what clients ask of it."""
-
-    def __init__(self, process: Process, folder: Path) -> None:
-        self.process, self.folder = process, folder
-        self._url, self._key = "", ""
-
-    def ready(self) -> bool:
-        """Whether it serves; its note says where, and which life of it has written it."""
-        assert not self.process.ended(), "the service has ended"
-        try:
-            note = json.loads((self.folder / "serve.json").read_text())
-            if note["pid"] != self.process.pid:
-                return False
-            self._url, self._key = note["url"], note["key"]
-            return self.ask("GET", "/readyz")[0] == 200
-        except (OSError, Unavailable):
-            return False
-
-    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """One request; the answer's status, and what its JSON says."""
-        raw = None if body is None else json.dumps(body).encode()
-        status, content = fetch(
-            method, self._url + path, timeout_s=LIMIT_S, headers={"X-Api-Key": self._key}, body=raw
-        )
-        try:
-            return status, json.loads(content)
-        except ValueError:
-            return status, content
-
-    def jobs(self, rest: str = "") -> str:
-        return f"/v1/accounts/{ACCOUNT}/rlorTrainerJobs{rest}"
-
-    def create(self, job: str, spec: dict[str, Any] | None = None) -> None:
-        status, said = self.ask("POST", self.jobs(f"?rlorTrainerJobId={job}"), spec or {})
-        assert status == 200, said
+class Service(gateway.service.Service):
+    """What a side serves."""
 
     def job(self, job: str) -> dict[str, Any]:
         """What the control plane says of a job."""
-        status, said = self.ask("GET", self.jobs(f"/{job}"))
-        assert status == 200, said
-        return {**said, "state": said["state"].removeprefix("JOB_STATE_")}
+        told: dict[str, Any] = self.ask("GET", self.jobs(job)).json
+        return told
 
-    def wait(self, job: str, state: str = "RUNNING") -> None:
-        until(lambda: self.job(job)["state"] == state, f"{job} is {state}")
-
-    def trainer(self, job: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Ask a job's trainer, through the gateway; again while that says "later"."""
-        way = f"/training/v1/rlorTrainerJobs/{ACCOUNT}/{job}/api/v1/{path}"
+    def trainer(self, job: str, path: str, body: Any = None) -> Answer:
+        """Ask a trainer through the gateway, until it answers."""
         method = "GET" if body is None else "POST"
         deadline = time.monotonic() + LIMIT_S
         while True:
-            status, said = self.ask(method, way, body)
-            if status not in (408, 502, 503) or time.monotonic() > deadline:
-                return status, said
+            answer = self.ask(method, self.way(job, f"/api/v1/{path}"), body)
+            if answer.status not in (408, 502, 503) or time.monotonic() > deadline:
+                return answer
             time.sleep(0.05)
 
     def post(self, job: str, path: str, body: Any) -> Any:
-        """The same, for what must be answered."""
-        status, said = self.trainer(job, path, body)
-        assert status == 200, (path, status, said)
-        return said
+        """Ask a trainer, which must not refuse."""
+        answer = self.trainer(job, path, body)
+        assert answer.status == 200, (path, answer)
+        return answer.json
 
     def result(self, job: str, request: str) -> Any:
         """What came of a promise."""
@@ -210,11 +167,11 @@ class Service:
 
 @contextlib.contextmanager
 def serve(side: Side, folder: Path, *flags: str, ledger: str = "") -> Iterator[Service]:
-    """A service in a folder; when it is left, everything of it is killed."""
+    """`holdfast serve` of one side; killed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     url = ledger or f"sqlite:///{folder}/ledger.db"
     words = ("-m", "holdfast", "serve", "--ledger", url, "--folder", str(folder), "--port", "0")
     with side.start(*words, *flags) as process:
-        service = Service(process, folder)
-        until(service.ready, "the service serves")
+        service = Service(process.child, folder)
+        process.child.wait_until(service.is_ready, LIMIT_S)
         yield service

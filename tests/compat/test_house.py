@@ -49,7 +49,7 @@ def test_a_trainer_is_taken_up(tmp_path: Path, new: Side) -> None:
     with serve(new, folder, *flags(folder)) as service:
         adopt(service, told)
         go_on(service, told)
-        listed = service.trainer("one", "checkpoints")[1]["checkpoints"]
+        listed = service.trainer("one", "checkpoints").json["checkpoints"]
         assert {one["checkpoint_id"] for one in listed} == {
             "weights/middle",
             "sampler_weights/served",

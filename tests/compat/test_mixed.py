@@ -165,8 +165,8 @@ def test_gateway_and_host(tmp_path: Path, url: str, sides: Sides) -> None:
             (host, "resume", "RUNNING"),
             (host, "cancel", "CANCELLED"),
         ):
-            status, said = service.ask("POST", service.jobs(f"/a:{what}"), {})
-            assert status == 200, said
+            answer = service.ask("POST", service.jobs("a", f":{what}"), {})
+            assert answer.status == 200, answer
             for both in (gateway, host):
                 both.wait("a", state)
-        assert gateway.trainer("a", "hello", {})[0] not in (200, 421)
+        assert gateway.trainer("a", "hello", {}).status not in (200, 421)

@@ -1,13 +1,12 @@
 """Every fault of the plan's language, one at a time; storms; and one's own model and reward."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from holdfast.engine.tiny import make_tiny
+from trainer.disks import small
 
 from . import runs
 
@@ -66,16 +65,9 @@ def test_one_fault(calm: Path, tmp_path: Path, clause: str) -> None:
 
 def test_a_full_disk(calm: Path, tmp_path: Path) -> None:
     """A file system of its own runs full, and there is room again: nothing is lost."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("a small file system needs root (mount)")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], check=True)
-    try:
+    with small(tmp_path / "small", 200 << 20) as place:
         runs.run(place / "run", "--chaos", "disk: full 5s@step 3")
         same(calm, place / "run")
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

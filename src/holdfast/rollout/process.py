@@ -6,15 +6,13 @@ seat there with its address, and serves until a signal comes.
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 from pathlib import Path
 
 import msgspec
 
-from holdfast import events, ledger, transfer
-from holdfast.files import private_folder
+from holdfast import ledger, transfer
+from holdfast.jobs.serving import log_events, take_settings, until_signal
 from holdfast.ledger.records import Record, load
 from holdfast.proc.asgi import serve_asgi
 from holdfast.proc.supervisor import as_program
@@ -57,23 +55,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 async def serve(settings: ReplicaSettings) -> None:
-    """Be a replica until a signal comes."""
-    serving, stop = asyncio.Event(), asyncio.Event()
-    work = asyncio.create_task(_serve(settings, serving, stop), name="replica")
-
-    def end() -> None:
-        stop.set()
-        if not serving.is_set():  # vLLM may take minutes to start
-            work.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
-
-
-async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asyncio.Event) -> None:
+    """Be a replica until this is cancelled."""
     async with contextlib.AsyncExitStack() as stack:
         sampler = await stack.enter_async_context(_sampler(settings))
         listening = stack.enter_context(socket.create_server((_HOST, 0)))
@@ -108,8 +90,9 @@ async def _serve(settings: ReplicaSettings, serving: asyncio.Event, stop: asynci
             max_tokens=settings.max_tokens or limits.max_tokens,
             max_turns=limits.max_turns,
         )
-        serving.set()
-        await _listen(App(replica, settings.token), listening, stop)
+        app = App(replica, settings.token)
+        async with serve_asgi(app, listening=listening) as (_, serving):
+            await asyncio.shield(serving)  # it ends when this is left, not before
 
 
 def _sampler(settings: ReplicaSettings) -> Sampler:
@@ -137,25 +120,12 @@ async def _channel(opened: ledger.Ledger, key: str) -> str:
         await asyncio.sleep(DEFAULTS.process_look_s)
 
 
-async def _listen(app: App, listening: socket.socket, stop: asyncio.Event) -> None:
-    """Serve until it is time to stop; the signals are ours, and so is the order of ending."""
-    ending = asyncio.create_task(stop.wait(), name="stop")
-    try:
-        async with serve_asgi(app, listening=listening) as (_, serving):
-            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-    finally:
-        ending.cancel()
-
-
 def main() -> None:
     """Read the settings and serve."""
-    settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=ReplicaSettings)
-    folder = private_folder(Path(settings.folder) / "events")
-    events.configure(folder / f"{settings.name}.jsonl", process=settings.name)
+    settings = take_settings(ReplicaSettings)
+    log_events(settings.folder, settings.name)
     with as_program():
-        asyncio.run(serve(settings))
+        asyncio.run(until_signal(serve(settings)))
 
 
 if __name__ == "__main__":

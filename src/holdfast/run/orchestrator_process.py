@@ -5,17 +5,16 @@ It ends with 0 when the run is done, and with anything else when it is to be sta
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from pathlib import Path
 
 import msgspec
 
-from holdfast import events, ledger, transfer
+from holdfast import ledger, transfer
 from holdfast.client import Client, Target
 from holdfast.errors import HoldfastError
-from holdfast.files import private_folder
+from holdfast.jobs.serving import log_events, take_settings
 from holdfast.ledger.runtime import LiveRuntime
 from holdfast.rollout.asks import QUEUE, TASKS
 from holdfast.run import plan
@@ -100,10 +99,9 @@ async def _until_signal(folder: Folder, gateway: str) -> None:
 
 def main() -> None:
     """Read the settings and orchestrate."""
-    settings = msgspec.json.decode(os.environ.pop("HOLDFAST_SETTINGS"), type=OrchestratorSettings)
+    settings = take_settings(OrchestratorSettings)
     folder = Folder.find(Path(settings.folder))
-    logs = private_folder(folder.path / "events")
-    events.configure(logs / "orchestrator.jsonl", process="orchestrator")
+    log_events(settings.folder, "orchestrator")
     try:
         asyncio.run(_until_signal(folder, settings.gateway))
     except asyncio.CancelledError:

@@ -36,7 +36,7 @@ from holdfast.trainer.ops import Failed, Op, Outcome
 from holdfast.trainer.paths import FOLDERS, SAMPLER, STATE, adapter, unparse
 from holdfast.trainer.records import Model, Sampler, Save, check_name
 from holdfast.trainer.saves import Where
-from holdfast.trainer.seams import Snapshot
+from holdfast.trainer.seams import Kept, Snapshot
 from holdfast.trainer.shelf import Shelf
 from holdfast.trainer.state import (
     State,
@@ -47,7 +47,7 @@ from holdfast.trainer.state import (
     unnamed_of,
 )
 
-__all__ = ["Effect", "Effects", "changes_state"]
+__all__ = ["Effect", "Effects", "changes_state", "loaded"]
 
 T = TypeVar("T")
 
@@ -192,10 +192,9 @@ class Effects:
         await core.compute.create(state.name, model.base, model.lora)
         state.loaded = True
         if op.load is None:
-            return Effect(ops.Created(model=state.name))
+            return Effect(loaded(state.name, op))
         try:
-            created = ops.Created(model=state.name, path=op.load.path)
-            return await self._load(state, number, op.load, created)
+            return await self._load(state, number, op.load, loaded(state.name, op))
         except (Mistake, NotDone):
             await core.compute.drop(state.name)
             state.loaded = False
@@ -215,8 +214,7 @@ class Effects:
         channel = checkpoints_of(state.name)
         await self.patient(lambda: core.vault.save(channel, number, state_now, CHECKPOINTS))
         state.restorable = number
-        loaded = ops.Loaded(path=op.path, adapter_of=state.name if op.adapter else "")
-        return Effect(outcome or loaded, trims=True)
+        return Effect(outcome or loaded(state.name, op), trims=True)
 
     def _saved(self, state: State, op: ops.LoadWeights) -> tuple[Where, Save]:
         core = self._core
@@ -237,6 +235,16 @@ class Effects:
 
     # ---- saving ----------------------------------------------------------------
 
+    async def _keep(
+        self, state: State, channel: str, version: int, keep: int, *, whole: bool = False
+    ) -> Kept:
+        """Keep everything, or the weights for samplers."""
+        core = self._core
+        snapshot = await (core.compute.capture if whole else core.compute.export)(state.name)
+        kept = await self.patient(lambda: core.vault.save(channel, version, snapshot, keep))
+        await faults.apoint(SAVED if whole else EXPORTED)
+        return kept
+
     async def _save(
         self, state: State, number: int, op: ops.SaveWeights | ops.SaveForSampler
     ) -> Effect:
@@ -249,9 +257,7 @@ class Effects:
         if there is not None and there.number != number and not _overwrites(op):
             hint = "say overwrite, or another name" if whole else "use another name"
             raise Mistake(f"{path} is there already: {hint}")
-        snapshot = await (core.compute.capture if whole else core.compute.export)(state.name)
-        kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, 1))
-        await faults.apoint(SAVED if whole else EXPORTED)
+        kept = await self._keep(state, channel, number, 1, whole=whole)
         now = core.wall()
         save = Save(
             name=name,
@@ -270,11 +276,8 @@ class Effects:
 
     async def _publish(self, state: State, number: int) -> Effect:
         """Keep the weights for one new sampling session."""
-        core, model = self._core, state.record
-        snapshot = await core.compute.export(state.name)
-        channel, keep = unnamed_of(state.name), core.policy.sampler_keep
-        kept = await self.patient(lambda: core.vault.save(channel, number, snapshot, keep))
-        await faults.apoint(EXPORTED)
+        model, channel = state.record, unnamed_of(state.name)
+        kept = await self._keep(state, channel, number, self._core.policy.sampler_keep)
         sampler = Sampler(
             session=model.session,
             base=model.base,
@@ -288,12 +291,8 @@ class Effects:
         return Effect(ops.SamplerSaved(sampling_session=session), sampler=(session, sampler))
 
     async def _publish_version(self, state: State, op: ops.Publish) -> Effect:
-        core, channel = self._core, policy_of(state.name)
-        snapshot = await core.compute.export(state.name)
-        kept = await self.patient(
-            lambda: core.vault.save(channel, op.version, snapshot, core.policy.sampler_keep)
-        )
-        await faults.apoint(EXPORTED)
+        channel = policy_of(state.name)
+        kept = await self._keep(state, channel, op.version, self._core.policy.sampler_keep)
         return Effect(ops.Published(channel=channel, version=kept.version, content=kept.hash))
 
     async def _sample(self, state: State, number: int, op: ops.Sample) -> Outcome:
@@ -324,3 +323,14 @@ def changes_state(op: Op) -> bool:
             return False
         case _:
             return True
+
+
+def loaded(model: str, op: Op) -> Outcome:
+    """What came of an operation that ended with a checkpoint."""
+    match op:
+        case ops.LoadWeights():
+            return ops.Loaded(path=op.path, adapter_of=model if op.adapter else "")
+        case ops.CreateModel():
+            return ops.Created(model=model, path=op.load.path if op.load else "")
+        case _:
+            raise Corrupt(f"a checkpoint covers {ops.kind(op)}, which has no result")

@@ -26,7 +26,6 @@ from holdfast.errors import HoldfastError, Mistake
 from holdfast.files import private_folder
 from holdfast.jobs.fence import JOB_RUN, Fence, Incarnation
 from holdfast.ledger.runtime import LiveRuntime
-from holdfast.ledger.types import Compare
 from holdfast.proc import die_with_parent, preload
 from holdfast.proc.forkserver import turn_into
 from holdfast.rendezvous.address import LOOPBACK
@@ -219,7 +218,7 @@ async def _run(
             who,
             compute,
             folder,
-            guards=_guards(),
+            guards=[cycle.guard()] if cycle.number() else [],
             policy=spec.policy,
             cycle=cycle.number(),
             sync=_must_sync(url),
@@ -234,11 +233,6 @@ def _spec(text: str) -> Spec:
     with contextlib.suppress(msgspec.ValidationError):
         return msgspec.convert(wish, Spec)
     raise Mistake(f"the field 'holdfast' of the job is not understood: {str(wish)[:200]}")
-
-
-def _guards() -> list[Compare]:
-    """Under `holdfast launch`, this cycle; otherwise nothing beside the job's epoch."""
-    return [cycle.guard()] if cycle.number() else []
 
 
 def _must_sync(url: str) -> bool:

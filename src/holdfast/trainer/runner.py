@@ -24,9 +24,9 @@ from holdfast.ledger.types import Delete
 from holdfast.trainer import ops
 from holdfast.trainer.checkpoints import Checkpoints
 from holdfast.trainer.core import Core
-from holdfast.trainer.effects import Effect, Effects, changes_state
+from holdfast.trainer.effects import Effect, Effects, changes_state, loaded
 from holdfast.trainer.journal import Write
-from holdfast.trainer.ops import Failed, Op, Outcome
+from holdfast.trainer.ops import Failed
 from holdfast.trainer.records import Content, Entry, Now, Result
 from holdfast.trainer.segments import read_content
 from holdfast.trainer.shelf import Shelf
@@ -264,7 +264,7 @@ class Runner:
         except Corrupt as error:
             reason = f"it had its effect, and what it was cannot be read: {error}"
             return Effect(Failed(error=reason, category="server"))
-        return Effect(_loaded(state.name, op))
+        return Effect(loaded(state.name, op))
 
 
 def _digest(content: Content) -> str:
@@ -272,14 +272,3 @@ def _digest(content: Content) -> str:
     if content.place is not None:
         return content.place.hash
     return xxhash.xxh3_128_hexdigest(content.inline or b"")
-
-
-def _loaded(model: str, op: Op) -> Outcome:
-    """What came of an operation that ended with a checkpoint."""
-    match op:
-        case ops.LoadWeights():
-            return ops.Loaded(path=op.path, adapter_of=model if op.adapter else "")
-        case ops.CreateModel():
-            return ops.Created(model=model, path=op.load.path if op.load else "")
-        case _:
-            raise Corrupt(f"a checkpoint covers {ops.kind(op)}, which has no result")

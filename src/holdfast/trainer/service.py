@@ -38,7 +38,15 @@ from holdfast.trainer.wire import (
     sessions,
 )
 from holdfast.trainer.wire.answers import Answer
-from holdfast.trainer.wire.body import DEFAULT_LIMITS, BadOp, Limits, Numbered, Share, read_body
+from holdfast.trainer.wire.body import (
+    DEFAULT_LIMITS,
+    BadOp,
+    Limits,
+    Numbered,
+    Share,
+    decode,
+    read_body,
+)
 
 if TYPE_CHECKING:
     from holdfast.transfer import Store
@@ -320,7 +328,7 @@ class Service:
         return answers.typed("create_session", session_id=session)
 
     async def _heartbeat(self, body: bytes, _request: Request) -> Answer:
-        await self._core.heartbeat(sessions.heartbeat(body))
+        await self._core.heartbeat(decode(body, sessions.OfSession).session_id)
         return answers.typed("session_heartbeat")
 
     async def _create_model(self, body: bytes, _request: Request) -> Answer:
@@ -331,14 +339,14 @@ class Service:
         return answers.promise(request, model=model)
 
     async def _get_info(self, body: bytes, _request: Request) -> Answer:
-        model = sessions.model_of(body)
+        model = decode(body, sessions.OfModel).model_id
         state = _a_model(self._core.find(model))
         arch, tokenizer = self._bases.about(state.base)
         rank = state.record.lora.rank if state.record.lora else None
         return answers.info(model, state.base, arch=arch, tokenizer=tokenizer, lora_rank=rank)
 
     async def _unload_model(self, body: bytes, _request: Request) -> Answer:
-        model = sessions.model_of(body)
+        model = decode(body, sessions.OfModel).model_id
         return answers.promise(await self._core.unload(model, ops.Unload()), model=model)
 
     # ---- operations ------------------------------------------------------------
@@ -380,7 +388,7 @@ class Service:
         return await self._submit(ask)
 
     async def _weights_info(self, body: bytes, _request: Request) -> Answer:
-        _, save = self._core.saves.find(sessions.weights_info(body))
+        _, save = self._core.saves.find(decode(body, sessions.OfWeights).tinker_path)
         return answers.weights_info(save.base, save.lora)
 
     # ---- sampling --------------------------------------------------------------
@@ -395,7 +403,7 @@ class Service:
         return answers.typed("create_sampling_session", sampling_session_id=sampler)
 
     async def _join_sampler(self, body: bytes, _request: Request) -> Answer:
-        count = await self._core.join_sampler(sampling.join_sampling_session(body))
+        count = await self._core.join_sampler(decode(body, sampling.OfSampler).sampling_session_id)
         return answers.typed("join_sampling_session", client_counter=count)
 
     async def _asample(self, body: bytes, _request: Request) -> Answer:
@@ -409,7 +417,7 @@ class Service:
     # ---- results ---------------------------------------------------------------
 
     async def _retrieve(self, body: bytes, request: Request) -> Answer:
-        ask = sampling.retrieve_future(body)
+        ask = decode(body, sampling.Poll)
         got = await self._core.retrieve(ask.request, self._hold_s)
         if isinstance(got, Pending):
             return answers.pending(ask.request, got.state, got.reason)
@@ -427,7 +435,7 @@ class Service:
             await asyncio.sleep(0.05)
 
     async def _cancel(self, body: bytes, _request: Request) -> Answer:
-        sampling.cancel_future(body)
+        decode(body, sampling.Poll)
         return answers.plain({})
 
 

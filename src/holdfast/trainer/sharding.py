@@ -268,18 +268,15 @@ class _Files:
     def read(self, name: str, like: Tensor) -> Tensor:
         """One tensor."""
         if name not in self._where:
-            raise Mistake(
-                f"the weights in {self._folder} are not those of its config.json: {name} is "
-                "not there"
-            )
+            raise self._others(f"{name} is not there")
         with (
             loading.one_error(self._folder),
             safe_open(self._where[name], "pt") as file,
         ):
             found: Tensor = file.get_tensor(name)
         if found.shape != like.shape:
-            raise Mistake(
-                f"the weights in {self._folder} are not those of its config.json: {name} is "
-                f"{list(found.shape)}, not {list(like.shape)}"
-            )
+            raise self._others(f"{name} is {list(found.shape)}, not {list(like.shape)}")
         return found.to(like.dtype)
+
+    def _others(self, what: str) -> Mistake:
+        return Mistake(f"the weights in {self._folder} are not those of its config.json: {what}")

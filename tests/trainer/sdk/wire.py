@@ -1,12 +1,10 @@
 """The protocol as plain HTTP: what no client library would send, or not in this order."""
 
 import concurrent.futures
-import http.client
-import json
 from collections.abc import Callable
 from typing import Any
 
-from gateway.service import Answer
+from gateway.service import Answer, ask
 from trainer.house import JOB, House
 
 BASE = "holdfast/tiny"
@@ -19,15 +17,8 @@ def post(there: House, name: str, body: Any, *, kind: str = JSON, coding: str = 
     headers = {"X-Api-Key": there.service.key, "Content-Type": kind}
     if coding:
         headers["Content-Encoding"] = coding
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection("127.0.0.1", there.service.port, timeout=60)
-    try:
-        connection.request("POST", there.service.way(JOB, f"/api/v1/{name}"), raw, headers)
-        response = connection.getresponse()
-        named = {key.lower(): value for key, value in response.getheaders()}
-        return Answer(response.status, named, response.read(), 0.0)
-    finally:
-        connection.close()
+    service = there.service
+    return ask(service.port, "POST", service.way(JOB, f"/api/v1/{name}"), body, headers)
 
 
 def promised(answer: Answer) -> str:

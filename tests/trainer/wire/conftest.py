@@ -4,7 +4,7 @@ import base64
 import functools
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from holdfast.proc import spawn
+from holdfast.trainer.wire.body import decode
 from trainer.house import SDKS
 
 FAST = settings(
@@ -29,6 +30,11 @@ def packed(dtype: str, *values: float) -> bytes:
 
 
 floats, longs, ints = (functools.partial(packed, dtype) for dtype in ("<f4", "<i8", "<i4"))
+
+
+def of(kind: type[Any]) -> Callable[[bytes], Any]:
+    """What reads a request that is nothing but this."""
+    return functools.partial(decode, kind=kind)
 
 
 class Codec:

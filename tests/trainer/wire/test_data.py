@@ -15,7 +15,7 @@ from holdfast.trainer import ops
 from holdfast.trainer.wire import data, requests, sampling, schema, sessions
 from holdfast.trainer.wire.body import JSON, PROTOBUF, BadOp, Limits
 
-from .conftest import floats, longs
+from .conftest import floats, longs, of
 
 LIMITS = Limits(datums=3, tokens=10, elements=20, samples=4, stops=2, topk=5)
 FLOAT, INT, INT32, HALF = (
@@ -203,20 +203,19 @@ EVERY: list[Callable[[bytes], Any]] = [
     lambda body: data.forward_backward(body, JSON),
     lambda body: data.forward(body, JSON),
     sampling.asample,
-    sampling.cancel_future,
     requests.create_model,
     sampling.create_sampling_session,
     sessions.create_session,
-    sessions.model_of,
-    sessions.heartbeat,
-    sampling.join_sampling_session,
+    of(sessions.OfModel),
+    of(sessions.OfSession),
+    of(sampling.OfSampler),
     requests.load_weights,
     requests.optim_step,
-    sampling.retrieve_future,
+    of(sampling.Poll),
     sampling.retrieve_futures,
     requests.save_weights,
     requests.save_weights_for_sampler,
-    sessions.weights_info,
+    of(sessions.OfWeights),
 ]
 GOOD = [
     message(w=(FLOAT, [2, 2], SPARSE), a=(HALF, [2], bytes(4))).SerializeToString(),

@@ -10,6 +10,8 @@ from holdfast.errors import Mistake
 from holdfast.trainer.wire import requests, sampling, sessions
 from holdfast.trainer.wire.body import BadOp, Limits
 
+from .conftest import of
+
 LIMITS = Limits(tokens=10, samples=4, stops=2, topk=5)
 NUMBERED = {"model_id": "m", "seq_id": 7}
 ADAM = "adam_params"
@@ -100,10 +102,10 @@ def test_bad_operations(ask: Callable[[bytes], Any], fields: dict[str, Any], why
         *((sampling.asample, BASE | {"sampling_params": {key: bad}}, key)
           for key, bad in BAD_PARAMS),
         (sampling.asample, BASE | {"sampling_params": {"stop": ["a", 1]}}, "not both"),
-        (sampling.retrieve_future, {}, "request_id"),
+        (of(sampling.Poll), {}, "request_id"),
         (sampling.retrieve_futures, {"target": {"type": "x", "sampling_session_id": "s"}}, "'x'"),
-        (sampling.cancel_future, {"request_id": ""}, "request_id"),
-        (sessions.heartbeat, {}, "session_id"),
+        (of(sampling.Poll), {"request_id": ""}, "request_id"),
+        (of(sessions.OfSession), {}, "session_id"),
     ],
 )  # fmt: skip
 def test_bad_questions(ask: Callable[..., Any], fields: dict[str, Any], why: str) -> None:

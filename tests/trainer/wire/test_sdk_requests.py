@@ -10,7 +10,7 @@ from holdfast.trainer import ops
 from holdfast.trainer.wire import requests, sampling, sessions
 from holdfast.trainer.wire.body import BadOp, Numbered
 
-from .conftest import Codec, ints, longs
+from .conftest import Codec, ints, longs, of
 
 Read = Callable[[bytes], Any]
 Row = tuple[str, Read, str, dict[str, Any], Any]
@@ -178,12 +178,18 @@ SENT: list[Row] = [
         {"tags": ["t"], "user_metadata": {"k": "v"}, "sdk_version": "1"},
         sessions.NewSession(["t"], "1", {"k": "v"}),
     ),
-    (BOTH, sessions.heartbeat, "SessionHeartbeatRequest", {"session_id": "s"}, "s"),
-    (BOTH, sessions.model_of, "GetInfoRequest", {"model_id": "m"}, "m"),
-    (BOTH, sessions.model_of, "UnloadModelRequest", {"model_id": "m"}, "m"),
     (
         BOTH,
-        sampling.retrieve_future,
+        of(sessions.OfSession),
+        "SessionHeartbeatRequest",
+        {"session_id": "s"},
+        sessions.OfSession("s"),
+    ),
+    (BOTH, of(sessions.OfModel), "GetInfoRequest", {"model_id": "m"}, sessions.OfModel("m")),
+    (BOTH, of(sessions.OfModel), "UnloadModelRequest", {"model_id": "m"}, sessions.OfModel("m")),
+    (
+        BOTH,
+        of(sampling.Poll),
         "FutureRetrieveRequest",
         {"request_id": "r", "allow_metadata_only": True},
         sampling.Poll("r", True),
@@ -201,10 +207,10 @@ SENT: list[Row] = [
     ),
     (
         TINKER,
-        sampling.join_sampling_session,
+        of(sampling.OfSampler),
         "JoinSamplingSessionRequest",
         {"sampling_session_id": "s"},
-        "s",
+        sampling.OfSampler("s"),
     ),
 ]
 

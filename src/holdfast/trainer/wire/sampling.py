@@ -19,14 +19,12 @@ from holdfast.trainer.wire.data import ModelInput, tokens_of
 __all__ = [
     "MultiPoll",
     "NewSampler",
+    "OfSampler",
     "Poll",
     "Sampling",
     "Target",
     "asample",
-    "cancel_future",
     "create_sampling_session",
-    "join_sampling_session",
-    "retrieve_future",
     "retrieve_futures",
 ]
 
@@ -108,7 +106,9 @@ class _Sample(msgspec.Struct):
     record_stability_info: bool | None = None
 
 
-class _Join(msgspec.Struct):
+class OfSampler(msgspec.Struct):
+    """`join_sampling_session`."""
+
     sampling_session_id: Id
 
 
@@ -118,11 +118,6 @@ def create_sampling_session(body: bytes) -> NewSampler:
     if ask.path is None and ask.base is None:
         raise Mistake("one of `model_path` and `base_model` is needed")
     return ask
-
-
-def join_sampling_session(body: bytes) -> str:
-    """The sampling session that a copied client joins."""
-    return decode(body, _Join).sampling_session_id
 
 
 def asample(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Sampling:
@@ -223,11 +218,6 @@ def _stops(
 # ---- futures ----------------------------------------------------------------------
 
 
-def retrieve_future(body: bytes) -> Poll:
-    """A request to `retrieve_future`."""
-    return decode(body, Poll)
-
-
 def retrieve_futures(body: bytes) -> MultiPoll:
     """A request to `retrieve_futures`."""
     ask = decode(body, MultiPoll)
@@ -236,8 +226,3 @@ def retrieve_futures(body: bytes) -> MultiPoll:
     if len(ask.retrieved) > _MAX_RETRIEVED:
         raise TooLarge(f"`retrieved_request_ids` has more than {_MAX_RETRIEVED} entries")
     return ask
-
-
-def cancel_future(body: bytes) -> str:
-    """The request that nobody waits for any more."""
-    return decode(body, Poll).request

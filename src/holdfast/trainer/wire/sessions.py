@@ -7,7 +7,7 @@ import msgspec
 from holdfast.errors import TooLarge
 from holdfast.trainer.wire.body import Id, Path, decode
 
-__all__ = ["NewSession", "create_session", "heartbeat", "metadata", "model_of", "weights_info"]
+__all__ = ["NewSession", "OfModel", "OfSession", "OfWeights", "create_session", "metadata"]
 
 _MAX_ENTRIES = 64
 _MAX_CHARS = 4096
@@ -22,15 +22,21 @@ class NewSession(msgspec.Struct, frozen=True):
     display_name: str | None = None
 
 
-class _Session(msgspec.Struct):
+class OfSession(msgspec.Struct):
+    """`session_heartbeat`."""
+
     session_id: Id
 
 
-class _Model(msgspec.Struct):
+class OfModel(msgspec.Struct):
+    """`get_info` and `unload_model`."""
+
     model_id: Id
 
 
-class _Weights(msgspec.Struct):
+class OfWeights(msgspec.Struct):
+    """`weights_info`."""
+
     tinker_path: Path
 
 
@@ -42,21 +48,6 @@ def create_session(body: bytes) -> NewSession:
         raise TooLarge("`tags`, `sdk_version` and `display_name` are too long")
     metadata(ask.user_metadata)
     return ask
-
-
-def heartbeat(body: bytes) -> str:
-    """The session that `session_heartbeat` keeps alive."""
-    return decode(body, _Session).session_id
-
-
-def model_of(body: bytes) -> str:
-    """The model that `get_info` or `unload_model` is about."""
-    return decode(body, _Model).model_id
-
-
-def weights_info(body: bytes) -> str:
-    """The path that `weights_info` asks about."""
-    return decode(body, _Weights).tinker_path
 
 
 def metadata(given: dict[str, Any] | None) -> dict[str, str]:
