@@ -53,7 +53,7 @@ BROKEN = "[timeouts]\nledger_lease_s = 1.0\n"
         (doctor.check_open_files(1024, 524_288), "warn", "ulimit -n"),
         (doctor.check_open_files(64, 64), "fail", "ulimit -n"),
         (doctor.check_loopback(None, "no such device"), "fail", "no such device"),
-        (doctor.check_extra("etcd", ["aiohttp"]), "warn", "pip install 'holdfast[etcd]'"),
+        (doctor.check_extra("etcd", ["aiohttp"]), "warn", "pip install 'holdfast-rl[etcd]'"),
         (doctor.check_server("etcd", None), "ok", "not installed"),
         (doctor.check_timeouts("", "run.toml"), "ok", "0 set"),
         (doctor.check_timeouts("[timeouts]\nledger_lease_s = 20.0\n", "run.toml"), "ok", "1 set"),

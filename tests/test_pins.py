@@ -48,7 +48,7 @@ def test_every_package_is_pinned(file: str) -> None:
         name: version
         for name, version in installed.items()
         # NVIDIA's libraries come with torch's build for CUDA, which pins them.
-        if name != "holdfast" and not name.startswith(("nvidia-", "cuda-", "triton"))
+        if name != "holdfast-rl" and not name.startswith(("nvidia-", "cuda-", "triton"))
         if name not in pins or Version(version).public != pins[name].public
     }
     assert strange == {}, f"not in {file}: remove them, or run scripts/lock"
@@ -72,7 +72,7 @@ def test_pins_are_what_the_project_asks_for() -> None:
     pins = pinned("constraints.txt", TORCH)
     for text in asked:
         one = Requirement(text)
-        if one.name != "holdfast":
+        if one.name != "holdfast-rl":
             assert one.specifier.contains(pins[normal(one.name)]), text
             assert importlib.metadata.version(one.name)
 

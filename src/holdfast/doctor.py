@@ -176,7 +176,7 @@ def check_extra(extra: str, missing: Sequence[str]) -> Check:
     name = f"extra {extra}"
     if missing:
         detail = f"{', '.join(missing)} not installed"
-        return Check(name, "warn", detail, f"if you need it: pip install 'holdfast[{extra}]'")
+        return Check(name, "warn", detail, f"if you need it: pip install 'holdfast-rl[{extra}]'")
     return Check(name, "ok", f"{', '.join(EXTRAS.get(extra, ()))} installed")
 
 

@@ -26,7 +26,7 @@ def fetch(
     try:
         import httpx
     except ImportError:
-        raise MissingPackage("httpx is not installed: pip install 'holdfast[client]'") from None
+        raise MissingPackage("httpx is not installed: pip install 'holdfast-rl[client]'") from None
     verify = ssl.create_default_context() if tls is None and url.startswith("https:") else tls
     try:
         with httpx.Client(verify=verify or False, timeout=timeout_s, trust_env=False) as client:

@@ -254,7 +254,7 @@ def as_torch(view: memoryview, dtype: str, shape: Sequence[int]) -> "torch.Tenso
     try:
         import torch
     except ImportError as error:
-        raise MissingPackage("torch is not installed: pip install 'holdfast[train]'") from error
+        raise MissingPackage("torch is not installed: pip install 'holdfast-rl[train]'") from error
     _check_view(view, dtype, shape)
     kind = getattr(torch, _NAMES[dtype], None)
     if kind is None:

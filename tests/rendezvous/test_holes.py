@@ -72,8 +72,10 @@ async def test_a_paused_node_does_not_reopen_a_closed_round(url: str) -> None:
 
 
 async def test_no_ghost_holds_a_rank_while_a_spare_waits(url: str) -> None:
-    """A node that joined and died before the cycle was closed gets no rank."""
-    async with meeting(url, Rules(minimum=2, maximum=3, last_call_s=3.0), lease_s=1.0) as here:
+    """A node that joined, and whose lease ended before the cycle was closed, gets no rank."""
+    # One more than there are: with all of them the cycle would be closed at once, unless the dead
+    # node still is the closer.
+    async with meeting(url, Rules(minimum=2, maximum=4, last_call_s=3.0), lease_s=1.0) as here:
         await here.arrive("n0")
         await here["n0"].kill()
         here.join("n1", "n2")

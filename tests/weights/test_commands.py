@@ -539,7 +539,7 @@ def test_a_missing_package_is_named(package: str) -> None:
         assert result.returncode == code, result.stderr
         if code:
             assert result.stderr.startswith(f"holdfast: {package} is not installed")
-            assert "holdfast[weights]" in result.stderr
+            assert "holdfast-rl[weights]" in result.stderr
             assert len(result.stderr.splitlines()) == 1
 
 

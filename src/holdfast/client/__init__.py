@@ -15,7 +15,7 @@ from typing import Any, Literal
 from holdfast.errors import MissingPackage, Mistake
 
 if importlib.util.find_spec("httpx") is None:
-    raise MissingPackage("holdfast.client needs httpx: pip install 'holdfast[client]'")
+    raise MissingPackage("holdfast.client needs httpx: pip install 'holdfast-rl[client]'")
 
 from holdfast.client import fireworks, native, tinker
 from holdfast.client.control import ControlPlane

@@ -37,7 +37,7 @@ def _package(name: str) -> Any:
         if error.name != name:
             raise
         raise MissingPackage(
-            f"models need the package {name}: pip install 'holdfast[train]'"
+            f"models need the package {name}: pip install 'holdfast-rl[train]'"
         ) from None
 
 

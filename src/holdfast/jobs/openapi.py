@@ -60,6 +60,7 @@ _VERBS: Final = {
     "pause": "stop a job's trainer; what it has done is kept",
     "resume": "let a job go on",
     "cancel": "stop a job",
+    "stop": "end a job before its time; what it has saved is kept",
     "archive": "put a job that has ended away for good",
 }
 _PATHS: Final = {

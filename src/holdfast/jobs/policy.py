@@ -33,7 +33,7 @@ class Policy(BaseModel):
     result_s: float = Field(default=3600.0, ge=0)
     """How long a result is kept, however many follow."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Operations per model that may wait; then 429."""
+    """Operations per model that may wait; then 503."""
     max_models: int = Field(default=64, ge=1)
     """Models in memory at once; others are put aside on disk."""
     max_kept_models: int = Field(default=4096, ge=1)

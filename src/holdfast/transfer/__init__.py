@@ -15,7 +15,7 @@ try:
     import xxhash as _xxhash
 except ImportError as _error:
     raise MissingPackage(
-        f"{_error.name} is not installed: pip install 'holdfast[transfer]'"
+        f"{_error.name} is not installed: pip install 'holdfast-rl[transfer]'"
     ) from _error
 
 from holdfast.transfer.backend import Stat, Stored

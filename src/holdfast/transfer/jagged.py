@@ -58,7 +58,7 @@ def unpack(head: Head, payload: memoryview) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingPackage("torch is not installed: pip install 'holdfast[train]'") from error
+        raise MissingPackage("torch is not installed: pip install 'holdfast-rl[train]'") from error
     try:
         length = int.from_bytes(payload[:8], "little")
         shape = msgspec.msgpack.decode(payload[8 : 8 + length], type=_Shape)

@@ -57,7 +57,7 @@ def backend(url: str, timeouts: Timeouts = DEFAULTS) -> Backend:
     except ImportError as error:
         raise MissingPackage(
             f"{scheme}:// needs the package {error.name} ({error}): "
-            f"pip install 'holdfast[transfer,{scheme}]'"
+            f"pip install 'holdfast-rl[transfer,{scheme}]'"
         ) from error
     made.url = without_password(url)
     return made

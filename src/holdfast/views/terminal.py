@@ -107,4 +107,6 @@ def _need_rich() -> None:
     try:
         import rich  # noqa: F401
     except ImportError:
-        raise MissingPackage("the live view needs rich: pip install 'holdfast[views]'") from None
+        raise MissingPackage(
+            "the live view needs rich: pip install 'holdfast-rl[views]'"
+        ) from None

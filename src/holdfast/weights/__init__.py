@@ -23,7 +23,7 @@ try:
     import xxhash as _xxhash
 except ImportError as _error:
     raise MissingPackage(
-        f"{_error.name} is not installed: pip install 'holdfast[weights]'"
+        f"{_error.name} is not installed: pip install 'holdfast-rl[weights]'"
     ) from _error
 
 from holdfast.weights.pin import Pin

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.service import Answer
+from patience import until
 from trainer.house import JOB, House
 from trainer.sdk.programs import run
 from trainer.sdk.saved import folder
@@ -71,9 +72,9 @@ def test_published_and_kept_for_a_time(there: House) -> None:
     assert first["notes"] == {"why": "a test"}
     assert first["sampler"] == brief
     assert published["published"] == [True, None]
-    public, until = limited["limited"]
+    public, ends = limited["limited"]
     assert public
-    assert limited["now"] + 7100 < until <= limited["now"] + 7200
+    assert limited["now"] + 7100 < ends <= limited["now"] + 7200
     assert after["after"] == [False, None]
     for one in (sampled, load):
         assert (one["error"], one["category"]) == ("RequestFailedError", "user"), one

@@ -32,7 +32,7 @@ try:
 except ImportError as _error:
     raise MissingPackage(
         f"{_error.name} is not installed: pip install TransferQueue=={SUPPORTED[-1]} "
-        "'holdfast[transfer]'"
+        "'holdfast-rl[transfer]'"
     ) from _error
 else:  # before anything else of it is imported: another version may not have it
     check(_transfer_queue.__version__)

@@ -198,7 +198,7 @@ class VllmServer:
             import aiohttp
         except ImportError as error:
             raise MissingPackage(
-                "aiohttp is not installed: pip install 'holdfast[vllm]'"
+                "aiohttp is not installed: pip install 'holdfast-rl[vllm]'"
             ) from error
         if not re.fullmatch(r"https?://[^/?#\s@]+", url.rstrip("/")):
             raise Mistake(f"{url!r} is not the address of a server: use http://HOST:PORT")

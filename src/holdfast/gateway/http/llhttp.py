@@ -5,6 +5,8 @@ from holdfast.errors import MissingPackage
 try:
     import httptools
 except ImportError as error:
-    raise MissingPackage("the gateway needs httptools: pip install 'holdfast[gateway]'") from error
+    raise MissingPackage(
+        "the gateway needs httptools: pip install 'holdfast-rl[gateway]'"
+    ) from error
 
 __all__ = ["httptools"]

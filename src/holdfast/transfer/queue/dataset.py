@@ -34,7 +34,7 @@ from holdfast.transfer.store import Store
 try:
     from torch.utils.data import IterableDataset, get_worker_info
 except ImportError as error:
-    raise MissingPackage("torch is not installed: pip install 'holdfast[train]'") from error
+    raise MissingPackage("torch is not installed: pip install 'holdfast-rl[train]'") from error
 
 __all__ = ["QueueDataset", "Shard"]
 
