@@ -1,5 +1,8 @@
-"""The table of times: its order, its errors, and its page in the docs."""
+"""The table of times: its order, its errors, where it comes from, and its page in the docs."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,48 @@ def test_what_is_no_time_is_refused_by_name(values: dict[str, object], named: st
     """A misspelt or senseless entry is an error, not a default."""
     with pytest.raises(Mistake, match=named):
         Timeouts.parse(values)
+
+
+FILES = {
+    "[timeouts]\nledger_lease_s = 20.0\n": "",
+    "[other]\nx = 1\n": "",
+    "[timeout]\nx = 1\n": "write [timeouts]",
+    "[timeouts]\nledger_lease_s = 2.5\n": "3 × lease_keepalive_s <= ledger_lease_s",
+    "[timeouts]\nleese_s = 1\n": "leese_s",
+    "timeouts = 3\n": "write [timeouts]",
+    "[timeouts\n": "no readable TOML file",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_file_is_taken_or_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    """What is wrong with it is said at once, whichever command reads it."""
+    path = tmp_path / "times.toml"
+    path.write_text(text)
+    if not FILES[text]:
+        assert Timeouts.read(path).ledger_lease_s == (20.0 if "ledger" in text else 10.0)
+        return
+    with pytest.raises(Mistake) as caught:
+        Timeouts.read(path)
+    assert str(path) in str(caught.value)
+    assert FILES[text] in str(caught.value)
+
+
+@pytest.mark.parametrize(("lease_s", "code"), [(20.0, 0), (2.5, 2)])
+def test_every_part_of_a_process_uses_the_table_of_the_environment(
+    tmp_path: Path, lease_s: float, code: int
+) -> None:
+    """Of all commands, and of the processes that they start; a bad one ends them with a line."""
+    path = tmp_path / "times.toml"
+    path.write_text(f"[timeouts]\nledger_lease_s = {lease_s}\n")
+    words = [sys.executable, "-m", "holdfast", "ledger", "ls", f"sqlite:///{tmp_path}/x.db"]
+    env = os.environ | {"HOLDFAST_TIMEOUTS": str(path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    told = done.stderr.strip().splitlines()
+    if code:
+        assert (done.returncode, len(told)) == (2, 1), done.stderr
+        assert f"{path}: time-outs out of order: 3 × lease_keepalive_s" in told[0]
+    else:
+        words = [sys.executable, "-c", "from holdfast.ledger import open; print(open('memory:')"]
+        words[-1] += ".timeouts.ledger_lease_s)"
+        assert subprocess.check_output(words, env=env, text=True) == "20.0\n"

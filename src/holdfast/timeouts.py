@@ -3,13 +3,20 @@
 Pure: values, rules as data, and a check that names every broken rule. The table in
 docs/TIMEOUTS.md is made by `table()`; a test compares the two. A part that brings a time
 of its own adds a field here, and a rule for whatever it must be shorter or longer than.
+
+`DEFAULTS` is what every part of a process uses: the values below, or those of the TOML file that
+HOLDFAST_TIMEOUTS names. Child processes inherit the variable, so a whole run has one table.
 """
 
 import ast
+import difflib
 import inspect
 import itertools
+import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -475,6 +482,32 @@ class Timeouts(BaseModel):
             reasons = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             raise Mistake("the time-outs are not valid: " + "; ".join(reasons)) from None
 
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Take the table [timeouts] of a TOML file, and check it. What is wrong is a `Mistake`."""
+        try:
+            sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise Mistake(f"{path} is no readable TOML file: {error}") from None
+        others = sections.keys() - {"timeouts"}
+        if near := difflib.get_close_matches("timeouts", others, n=1):
+            raise Mistake(f"{path}: nothing reads [{near[0]}]: write [timeouts]")
+        section = sections.get("timeouts", {})
+        if not isinstance(section, dict):
+            raise Mistake(f"{path}: timeouts must be a table: write [timeouts]")
+        try:
+            times = cls.parse(section)
+            times.check()
+        except Mistake as error:
+            raise Mistake(f"{path}: {error}") from None
+        return times
+
+    def changed(self, **values: float) -> Self:
+        """The same with other values, checked."""
+        times = self.parse(self.model_dump() | values)
+        times.check()
+        return times
+
     def broken(self) -> tuple[Rule, ...]:
         """The rules that these values do not keep."""
         return tuple(
@@ -494,7 +527,8 @@ class Timeouts(BaseModel):
             raise Mistake("time-outs out of order: " + "; ".join(lines))
 
 
-DEFAULTS = Timeouts()
+_FILE = os.environ.get("HOLDFAST_TIMEOUTS")
+DEFAULTS = Timeouts.read(Path(_FILE)) if _FILE else Timeouts()
 
 
 def purposes() -> dict[str, str]:
@@ -515,7 +549,7 @@ def table() -> str:
     """The tables of docs/TIMEOUTS.md: every time, and every rule."""
     lines = ["| time | default | what it is |", "| --- | --- | --- |"]
     lines += [
-        f"| `{name}` | {getattr(DEFAULTS, name):g} s | {purpose} |"
+        f"| `{name}` | {getattr(Timeouts(), name):g} s | {purpose} |"
         for name, purpose in purposes().items()
     ]
     lines += ["", "| rule | why |", "| --- | --- |"]

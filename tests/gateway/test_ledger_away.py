@@ -9,7 +9,7 @@ from patience import until
 
 def test_what_is_known_is_served_on(tmp_path: Path) -> None:
     """Requests go on for as long as the trainers do; everything else may be asked again."""
-    flags = ("--submit-wait", "2", "--poll-hold", "3")
+    flags = ("--submit-wait", "2.5", "--poll-hold", "3")
     with EtcdServer(tmp_path / "etcd") as etcd:
         url = "etcd://{}:{}?timeout=2".format(*etcd.endpoint)
         with serve(tmp_path / "serve", *flags, ledger=url) as service:

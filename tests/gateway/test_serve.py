@@ -18,7 +18,7 @@ from patience import HANG_S, until
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    flags = ("--gateways", "2", "--lease", "2", "--submit-wait", "2", "--poll-hold", "4")
+    flags = ("--gateways", "2", "--lease", "2", "--submit-wait", "2.5", "--poll-hold", "4")
     with serve(tmp_path_factory.mktemp("serve"), *flags) as it:
         yield it
 

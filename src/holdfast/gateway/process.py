@@ -66,7 +66,9 @@ async def serve(
         accounts = Accounts(runtime, settings.run, time.time)
         guests = Guests(runtime, settings.run, time.time)
         routes = make_routes(jobs)
-        timeouts = Timeouts(submit_wait_s=settings.submit_wait_s, poll_hold_s=settings.poll_hold_s)
+        timeouts = DEFAULTS.changed(
+            submit_wait_s=settings.submit_wait_s, poll_hold_s=settings.poll_hold_s
+        )
         desk = make_desk(runtime, routes, timeouts)
 
         async def announce(account: str, job: str) -> None:

@@ -24,7 +24,7 @@ from holdfast.ledger.runtime import LiveRuntime
 from holdfast.proc import preload
 from holdfast.proc.forkserver import ForkServer, begin
 from holdfast.proc.supervisor import as_program
-from holdfast.timeouts import DEFAULTS, Timeouts
+from holdfast.timeouts import DEFAULTS
 
 __all__ = ["HostSettings", "main"]
 
@@ -74,7 +74,7 @@ async def serve(settings: HostSettings, forks: ForkServer | None = None) -> None
             launcher,
             settings.name,
             capacity=settings.capacity,
-            timeouts=Timeouts(host_lease_s=settings.lease_s),
+            timeouts=DEFAULTS.changed(host_lease_s=settings.lease_s),
             grace_s=settings.grace_s,
             budget=Budget(restarts=settings.restarts),
             me=_me(settings.name),

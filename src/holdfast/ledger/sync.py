@@ -15,15 +15,16 @@ from holdfast.ledger.base import Ledger, Watch
 from holdfast.ledger.types import Batch
 from holdfast.ledger.url import open as open_async
 from holdfast.loopthread import LoopThread, waiting
+from holdfast.timeouts import DEFAULTS, Timeouts
 
 __all__ = ["SyncLedger", "SyncWatch", "open_sync"]
 
 T = TypeVar("T")
 
 
-def open_sync(url: str) -> "SyncLedger":
+def open_sync(url: str, *, timeouts: Timeouts = DEFAULTS) -> "SyncLedger":
     """Open a ledger and return once it is reached. Close it, or use `with`."""
-    return SyncLedger(open_async(url))
+    return SyncLedger(open_async(url, timeouts=timeouts))
 
 
 class SyncLedger:

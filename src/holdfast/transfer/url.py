@@ -55,9 +55,10 @@ def backend(url: str, timeouts: Timeouts = DEFAULTS) -> Backend:
     try:
         made: Backend = import_module(_MODULES[scheme]).from_url(url, timeouts)
     except ImportError as error:
+        extras = "transfer,mooncake" if scheme == "mooncake" else "transfer"
         raise MissingPackage(
             f"{scheme}:// needs the package {error.name} ({error}): "
-            f"pip install 'holdfast-rl[transfer,{scheme}]'"
+            f"pip install 'holdfast-rl[{extras}]'"
         ) from error
     made.url = without_password(url)
     return made

@@ -108,7 +108,9 @@ def test_an_agent_that_ends_is_replaced_by_a_spare(
     assert nodes.codes(left) != [0]
     assert nodes.committed(f"rank_{rank}")["agent"] not in active
     assert nodes.cycle().number == 2
-    assert nodes.cycle().history[0].kind == ("withdrew" if number == signal.SIGTERM else "lost")
+    # A killed agent's workers die with it: their peers may notice before its lease has ended.
+    kinds = {"withdrew"} if number == signal.SIGTERM else {"lost", "failed"}
+    assert nodes.cycle().history[0].kind in kinds
     nodes.trained(25)
 
 

@@ -54,7 +54,13 @@ STEPS = int(os.environ["STEPS"])
 client = service.create_lora_training_client(base_model=BASE, rank=8, seed=7)
 rest = service.create_rest_client()
 say(model=client.model_id)
-other = service.create_lora_training_client(base_model=BASE, rank=2, seed=1)
+while True:
+    try:
+        other = service.create_lora_training_client(base_model=BASE, rank=2, seed=1)
+        break
+    except tinker.InternalServerError as error:  # the first one is brought back, again and again
+        if error.status_code != 503:
+            raise
 NAMES = ["wind", "rain", "a long and quiet afternoon", "hail", "snow on the hills"]
 
 def batch(step, half):
