@@ -103,7 +103,9 @@ async def _through(
         epochs = {job: service.ask("GET", service.jobs(job)).json["epoch"] for job in jobs}
     assert total == sum(load.done.values()) > callers
     recovered_s = max(load.calm.values()) - load.calm_since
-    assert recovered_s < 40, f"seed {seed}: {recovered_s:.0f} s from the last kill to an answer"
+    # The last of many early deaths is waited out (10 s), then torch is imported: 10 s on two cores
+    # that others use, for each job. This tells a hang from that.
+    assert recovered_s < 120, f"seed {seed}: {recovered_s:.0f} s from the last kill to an answer"
     print(
         f"seed {seed}: {callers} callers, {total} operations, killed {dict(killed)}, epochs "
         f"{epochs}, the longest operation took {load.longest_s:.1f} s, everybody was served again "
