@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run sim test test-long test-peers check docs bench clean
+.PHONY: help run sim test test-long test-peers check docs wheel bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ docs: ## Build the site from docs/ and the docstrings, into site/
 	@PYTHON=$(PYTHON) scripts/setup docs
 	@# Not --quiet: that hides the warnings from --strict, too.
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+wheel: setup ## Build a wheel for a release, into dist/
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
 bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
