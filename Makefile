@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run sim test test-long test-peers check bench clean
+.PHONY: help run sim test test-long test-peers check docs wheel bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,7 +16,7 @@ sim: setup ## Simulate every protocol, and show that broken ones are caught
 	$(BIN)/holdfast sim --all --seeds 200
 	PYTHONPATH=tests $(BIN)/python -m broken
 
-test: check setup-servers setup-sdks ## What CI runs: checks and all quick tests
+test: check docs setup-servers setup-sdks ## What CI runs: checks, the site and all quick tests
 	$(BIN)/python -m pytest -q -m "not long" -n 4 --dist loadfile --no-loadscope-reorder
 	$(BIN)/holdfast sim --all --seeds 300 --fresh
 	PYTHONPATH=tests $(BIN)/python -m broken --fresh --variants 4
@@ -46,6 +46,14 @@ check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: ## Build the site from docs/ and the docstrings, into site/
+	@PYTHON=$(PYTHON) scripts/setup docs
+	@# Not --quiet: that hides the warnings from --strict, too.
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+wheel: setup ## Build a wheel for a release, into dist/
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
 bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/BENCHMARKS.md
 	$(BIN)/python -m benchmarks.ledger
 	$(BIN)/python -m benchmarks.weights
@@ -57,7 +65,7 @@ bench: setup-servers setup-proxies ## Measure; prints tables like those in docs/
 	$(BIN)/python -m benchmarks.run
 
 clean: ## Remove the virtual environment and all caches
-	rm -rf $(VENV) .venv-sdks .venv-peers .venv-peers-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-docs .venv-sdks .venv-peers .venv-peers-* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site
 
 .PHONY: setup setup-servers setup-sdks setup-proxies setup-long
 setup:

@@ -77,8 +77,11 @@ def test_pins_are_what_the_project_asks_for() -> None:
             assert importlib.metadata.version(one.name)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("constraints-peers*.txt")), ids=lambda p: p.name)
-def test_environments_of_peers_are_pinned(path: Path) -> None:
+OTHERS = sorted([*ROOT.glob("constraints-peers*.txt"), *ROOT.glob("constraints-docs*.txt")])
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda p: p.name)
+def test_other_environments_are_pinned(path: Path) -> None:
     """Every line names one version, pip's own too."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w.\[\]-]+==[\w.!+]+", line)] == []
