@@ -217,7 +217,7 @@ def test_a_buffer_of_the_wrong_length_is_refused(convert: Any) -> None:
 def test_without_torch_numpy_works_and_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert _one(np.ones(2)).dtype == "F64"
-    with pytest.raises(MissingPackage, match=r"holdfast\[train\]"):
+    with pytest.raises(MissingPackage, match=r"holdfast-rl\[train\]"):
         as_torch(memoryview(bytearray(4)), "F32", (1,))
 
 

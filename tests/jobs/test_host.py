@@ -220,7 +220,9 @@ def host_process(tmp_path: Path) -> proc.Child:
         trainers={"default": TOY},
         lease_s=600.0,
     )
-    env = {SETTINGS: msgspec.json.encode(settings).decode()}
+    times = tmp_path / "times.toml"
+    times.write_text("[timeouts]\nhost_adrift_s = 700.0\n")
+    env = {SETTINGS: msgspec.json.encode(settings).decode(), "HOLDFAST_TIMEOUTS": str(times)}
     argv = [sys.executable, "-m", "holdfast.jobs.host_process"]
     return proc.spawn(argv, env=env, log=tmp_path / "host.log")
 

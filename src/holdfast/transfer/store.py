@@ -13,7 +13,7 @@ are spent; what is missing or stale is not.
 
 A *reference* (`Ref`, what `put` returns) means one value for ever: when that value was
 deleted or replaced, the answer is "stale", never something else. A plain key means whatever
-is there now. Each method has an asynchronous twin with an `a` in front.
+is there now. Methods that move values have an asynchronous twin with an `a` in front.
 """
 
 import asyncio

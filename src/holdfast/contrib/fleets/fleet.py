@@ -6,7 +6,7 @@
         addresses = await fleet.addresses()
 
 Replicas are whoever joined the channel as a `Replica` with an address: in this process, in
-others, or as the agent of a server that knows nothing of Holdfast. `fleet_plan.py` has the
+others, or as the agent of a server that knows nothing of Holdfast. `plan.py` has the
 rules; this file begins rounds and waits for their end.
 """
 

@@ -4,7 +4,7 @@
 
 `VllmEngine` is the `Engine` that a `Replica` drives; `serve_vllm` puts the two together with
 a subscriber and keeps them going while servers restart, and starts the server itself if told
-to (`vllm_process.py`). Callers ask the server itself, at the address that `Fleet.addresses`
+to (`process.py`). Callers ask the server itself, at the address that `Fleet.addresses`
 gives, so what keeps them out is that it is *paused*. `Replica(subscriber, VllmEngine(url))`
 alone withdraws and reloads a server that was lost as well, but two such processes would fight.
 
